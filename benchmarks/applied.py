@@ -396,7 +396,7 @@ def member(rank: int, folder: str, cases: Sequence[Case], repeats: int) -> None:
         runners = [runner(of, each) for each in of.named]
         for each, one in zip(of.named, runners, strict=True):
             with torch.no_grad():
-                loss = float(one.module(*of.batch))
+                loss = float(one.module(of.batch))
             if not math.isclose(loss, expected, rel_tol=1e-4):
                 raise SystemExit(f"{of.name}, {each.name}: a loss of {loss}, not {expected}")
         found.append(turns(runners, repeats))

@@ -132,12 +132,12 @@ def chosen(every: Sequence[tuple[dict[str, Any], Fit]]) -> list[Placed]:
     """Those that fit a device on the one that is free first, the longest first; then the others."""
     busy = [0.0, 0.0]
     placed: list[Placed] = []
-    alone = [each for each in every if each[1].degree == 1]
+    alone = [each for each in every if each[1].devices == 1]
     for params, how in sorted(alone, key=lambda each: -(float(each[0]["width"]) ** 2) * float(each[0]["depth"])):
         device = busy.index(min(busy))
         busy[device] += float(params["width"]) ** 2 * float(params["depth"])
         placed.append((params, how, device))
-    return placed + [(params, how, None) for params, how in every if how.degree > 1]
+    return placed + [(params, how, None) for params, how in every if how.devices > 1]
 
 
 def measured(placed: Sequence[Placed], steps: int) -> tuple[float, float]:

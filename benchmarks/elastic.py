@@ -1,6 +1,6 @@
 """What a mixture of all sizes costs, against the plain step of the largest network.
 
-    python benchmarks/elastic.py [--quick] [--device cpu|cuda] [--only TEXT] [--json FILE] [--check | --norm-chunks]
+    python benchmarks/elastic.py [--quick] [--device cpu|cuda] [--only TEXT] [--json FILE] [--check]
 
 A step is forward and backward with the gradients of weights, inputs of a single layer, and probabilities. `ours` is
 what weft does: one pass over each weight, nothing kept of it. `padded` is the sum of TangleNAS: every combination of
@@ -17,9 +17,6 @@ To reach: single layers at most 1.10 at 3k tokens and more, 1.5 at 197; networks
 
 `--check`, on a GPU, compares the fused kernels with the eager path (largest error, relative to the largest entry of
 the double-precision result) and two runs bit for bit.
-
-`--norm-chunks`, on a CPU, divides the time of an expected norm that goes over chunks of the tokens by that of one that
-goes over the segments between the widths, for single norms and for networks. Both take turns in one process.
 """
 
 from __future__ import annotations
@@ -310,44 +307,6 @@ def measure(what: str, name: str, tokens: int, device: str, precision: str, repe
     ]
 
 
-def chunks_or_segments(what: str, name: str, tokens: int, repeats: int) -> dict[str, Any]:
-    """The two ways to compute an expected norm on a CPU, as a ratio."""
-    gc.collect()
-    torch.manual_seed(0)
-    case = Case(what, name, tokens, "cpu", None)
-    own = norm.by_chunks
-
-    def step(by_chunks: bool) -> None:
-        norm.by_chunks = own if by_chunks else lambda *_: False
-        try:
-            case.step("ours")
-        finally:
-            norm.by_chunks = own
-
-    steps: dict[str, Step] = {"chunks": partial(step, True), "segments": partial(step, False)}
-    for run in steps.values():
-        run()
-    found = on_cpu(steps, repeats)
-    widths = list(SPACES[name]["width"])
-    ratio = found["chunks"] / found["segments"]
-    return {"what": what, "space": name, "widths": widths, "tokens": tokens, **found, "ratio": ratio}
-
-
-def norm_chunks(quick: bool, json: str | None) -> None:
-    """Writes a row a norm and a network."""
-    torch.set_num_threads(1)
-    rows = []
-    for name in list(SPACES)[:1] if quick else SPACES:
-        for what, sizes in (("norm", TOKENS[: 2 if quick else 3]), ("network", TOKENS[:2])):
-            for tokens in sizes:
-                repeats = {TOKENS[0]: 60, TOKENS[1]: 30, TOKENS[2]: 8}[tokens]
-                if what == "network":
-                    repeats //= 6
-                rows.append(chunks_or_segments(what, name, tokens, repeats))
-                print(rows[-1], flush=True)
-    write(json, rows=rows)
-
-
 def show(row: dict[str, Any]) -> None:
     print(
         f"{row['what']:9}{row['space']:14}{row['tokens']:7}{row['device']:>6}{row['mode']:>7}{row['precision']:>6}"
@@ -470,12 +429,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", default="", metavar="TEXT", help="what has this in its name: network, fc1, gpt, ...")
     parser.add_argument("--check", action="store_true", help="compare the GPU's kernels with the eager path")
-    parser.add_argument("--norm-chunks", action="store_true", help="compare the two ways of an expected norm")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
-    if options.norm_chunks:
-        norm_chunks(options.quick, options.json)
-        return
     gpu = options.device == "cuda"
     if options.check:
         checked = check()

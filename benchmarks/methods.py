@@ -209,7 +209,7 @@ def _picks(found: GradientSearchResult, bench: Bench, truth: Mapping[str, float]
     """What every way settles on."""
     trained, told = found.trained, {}
     assert found.mixture is not None
-    with deterministic(trained.settings.device):
+    with deterministic(trained.device):
         for name, way in picks.ways(trained, found.mixture).items():
             began = time.perf_counter()
             told[name] = {**_told(bench, truth, way()), "seconds": time.perf_counter() - began}
@@ -238,8 +238,8 @@ def _evolve(
             budget=2000,
             method="evolution",
             seed=job.seed,
-            recalibrate=1,
-            batch_size=5000 if trained.settings.device.type == "cuda" else 500,  # small kernels: time is launches
+            bn_batches=1,
+            batch_size=5000 if trained.device.type == "cuda" else 500,  # small kernels: time is launches
             on_score=stop,
         )
     pick = min(seen, key=lambda subnet: seen[subnet])

@@ -28,7 +28,7 @@ import torch
 from machine import read_rows, write
 from tune_models import recipe
 
-from weft.tune.executors.worker import prepare
+from weft.tune.executors.worker import prepare_worker
 from weft.tune.fit.fit import MARGIN
 from weft.tune.fit.peaks import step_memory
 from weft.tune.jobs import Fit
@@ -129,7 +129,9 @@ def main() -> None:
     rows = [row for row in read_rows(arguments.json) if asked and row["family"] not in asked]
     batch = 256 if arguments.quick else 4096
     # Each case has a process that begins: nothing that an earlier one left counts.
-    with multiprocessing.get_context("spawn").Pool(1, prepare, (arguments.device, 1), maxtasksperchild=1) as pool:
+    with multiprocessing.get_context("spawn").Pool(
+        1, prepare_worker, (arguments.device, 1), maxtasksperchild=1
+    ) as pool:
         for case in QUICK if arguments.quick else [case for case in CASES if not asked or case[0] in asked]:
             rows.append(pool.apply(measured, (case, arguments.device, batch)))
             write(arguments.json, rows=rows, **summary(rows))

@@ -92,7 +92,7 @@ def split(all_: Sequence[Recorded], degree: int, share_of: dict[int, float]) -> 
         slower = (1 - share_of[one.load.degree]) / (1 - share_of[over])
         seconds = one.seconds * (1 - one.demand + one.demand * one.load.degree / over * slower)
         memory = (one.load.memory or 0) * one.load.degree // over
-        load = replace(one.load, degree=over, memory=memory, seconds=seconds, alone=True)
+        load = replace(one.load, degree=over, memory=memory, seconds=seconds, exclusive=True)
         found.append(Recorded(load, seconds, one.demand))
     return found
 

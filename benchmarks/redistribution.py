@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import start_processes
-from weft.plan.layout import PARTIAL, REPLICATED, Layout, Mesh
 
 from weft.plan.runtime.parameters import dtensor_placements
 from weft.plan.runtime.redistribute import MeshCollectives, redistribute, redistribution_steps
+from weft.plan.sharding import PARTIAL, REPLICATED, Mesh, Placements, without_partials
 
 PROCESSES = 2
 # From a layout to another, and how the gradient of the result lies.
@@ -43,13 +43,13 @@ CASES: dict[str, tuple[int, int, int]] = {
 }
 
 
-def ours(collectives: MeshCollectives, held: Layout, wanted: Layout, back: Layout) -> Any:
-    mesh, home = Mesh(collectives.sizes), tuple(REPLICATED if place == PARTIAL else place for place in held)
+def ours(collectives: MeshCollectives, held: Placements, wanted: Placements, back: Placements) -> Any:
+    mesh, home = Mesh(collectives.sizes), without_partials(held)
     steps, grad_steps = redistribution_steps(held, wanted, mesh), redistribution_steps(back, home, mesh)
     return lambda tensor: redistribute(tensor, collectives, steps, (grad_steps,))[0]
 
 
-def theirs(mesh: Any, held: Layout, wanted: Layout, back: Layout) -> Any:
+def theirs(mesh: Any, held: Placements, wanted: Placements, back: Placements) -> Any:
     first, second, third = (dtensor_placements(each) for each in (held, wanted, back))
 
     def run(tensor: Tensor) -> Tensor:

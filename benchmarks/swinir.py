@@ -144,9 +144,9 @@ def main() -> None:
             maximize="psnr",
             sampler="random",
             name="swinir",
-            runs=place,
+            root=place,
             devices=[options.device],
-            workers=len(trials),
+            jobs_per_device=len(trials),
             enqueue=trials,
         )
         seconds = time.perf_counter() - began

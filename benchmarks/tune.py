@@ -106,11 +106,11 @@ def by_weft(wanted: Sequence[Params], device: str, folder: Path, fused: bool = F
         enqueue=wanted,
         maximize="accuracy",
         sampler="random",
-        window=len(wanted),
+        max_concurrent=len(wanted) + 1,
         fuse=len(wanted) if fused else 1,
         devices=[device],
         name="study",
-        runs=folder,
+        root=folder,
         **options,
     )
     events = list(Events(found.path / "events.jsonl").read())
@@ -179,7 +179,7 @@ def runner(way: str, total: int, mps: str) -> Callable[[Sequence[Params], str, P
     if name == "fixed":
         return partial(by_weft, objective=objective, workers=int(count), memory=total // int(count), mps=mps)
     if name == "one":
-        return partial(by_weft, objective=objective, workers=1, mps=mps)
+        return partial(by_weft, objective=objective, jobs_per_device=1, mps=mps)
     return partial(by_weft, fused=name == "fused", mps=mps, objective=recipe(cuda_graphs=graphs(way)))
 
 

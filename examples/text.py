@@ -1,6 +1,6 @@
 """A model of characters whose mixers are searched: at each depth attention, a causal convolution, or nothing.
 
-The tokens enter the embedding, and the head as a side input, so that the head can hold what the last character alone
+The tokens enter the embedding, and the head as an extra input, so that the head can hold what the last character alone
 predicts. The text is Python's own help. The example prints the bits a character on validation text of guessing, of the
 smallest subnet and of the best one, and what the best one writes:
 
@@ -73,7 +73,7 @@ def build(characters: int) -> weft.Chain:
     return weft.Chain(
         weft.Shared(lambda: Embedding(characters), "embedding"),
         *[weft.Choice(space, f"mixer{depth}", mixers) for depth in range(3)],
-        weft.Shared(lambda: Head(characters), "head", side=["tokens"]),
+        weft.Shared(lambda: Head(characters), "head", extra_inputs=["tokens"]),
         inputs="tokens",
     )
 

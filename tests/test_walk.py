@@ -1,9 +1,10 @@
-"""The walk of a batch: the files of weft that a steady step of `train(stages=2)` enters, in the order to read them."""
+"""The walks of CONTRIBUTING.md: the files of weft that a step of `train(stages=2)`, and a trial of a study, enter."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,3 +121,71 @@ def test_a_steady_step_on_two_stages_enters_these_files_and_no_others(tmp_path: 
     assert not fewer, (
         f"a steady step no longer enters {', '.join(fewer)}: take it out of WALK here and in CONTRIBUTING.md"
     )
+
+
+TRIAL = '''
+import json, os, sys
+from pathlib import Path
+
+from torch import nn
+
+import weft
+
+SOURCE = str(Path(weft.__file__).parent) + os.sep
+entered, counting, seen = set(), False, []
+
+
+def look(frame, event, argument):
+    if counting and event == "call" and frame.f_code.co_filename.startswith(SOURCE):
+        entered.add(frame.f_code.co_filename.removeprefix(SOURCE))
+
+
+def count(trials, name):
+    """Note which files are entered from the second trial to the third."""
+    global counting
+    counting = trials == 2
+    if trials == 3:
+        Path(os.environ["WALK"], name).write_text(json.dumps(sorted(entered)))
+
+
+def build(params):
+    if "WEFT_TRIAL" in os.environ:
+        sys.setprofile(look)
+        seen.extend([] if params["lr"] in seen else [params["lr"]])
+        count(len(seen), "worker.json")
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+def watch(progress):
+    count(progress.count("complete"), "study.json")
+
+
+if __name__ == "__main__":
+    from walked_trial import build
+
+    space = weft.Space()
+    space.real("lr", 0.0, 1.0)
+    recipe = weft.tune.Recipe(model=build, data=weft.data.digits, steps=4, report_every=2)
+    sys.setprofile(look)
+    weft.tune(
+        recipe, space, trials=4, max_concurrent=1, devices=["cpu=64MiB"], root=os.environ["WALK"], callback=watch
+    )
+    sys.setprofile(None)
+'''
+
+
+def test_a_trial_enters_the_files_of_its_walk_and_no_others(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    walk = text.partition("**One trial")[2].partition("| file |")[2].partition("**`weft.plan")[0]
+    table, called = (re.findall(r"`(\w[\w/]+\.py)`", part) for part in walk.split("These call"))
+    assert len(table) <= 16
+    (tmp_path / "walked_trial.py").write_text(TRIAL)
+    path = os.pathsep.join([str(tmp_path), str(Path(weft.__file__).parents[1])])
+    environment = {**os.environ, "WALK": str(tmp_path), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    script = [sys.executable, str(tmp_path / "walked_trial.py")]
+    subprocess.run(script, env=environment, cwd=tmp_path, check=True, capture_output=True, timeout=300)
+    files = [set(json.loads((tmp_path / f"{process}.json").read_text())) for process in ("study", "worker")]
+    entered = set.union(*files)
+    more, fewer = sorted(entered - {*table, *called}), sorted({*table, *called} - entered)
+    assert not more, f"a trial now enters {', '.join(more)}: leave the detour out, or give the file its line"
+    assert not fewer, f"a trial no longer enters {', '.join(fewer)}: take it out of the walk in CONTRIBUTING.md"

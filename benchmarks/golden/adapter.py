@@ -37,6 +37,7 @@ RENAMED = {  # the new word of an option: the old one
     "on_nonfinite": "nonfinite",
     "optimizer_options": "options",
     "report_every": "report",
+    "throughput": "sharing",
     "time_limit": "seconds",
     "timeout": "seconds",
     "tolerance": "gap",
@@ -125,13 +126,16 @@ def tune(objective: Any, space: Any, *, name: str, folder: Path, **options: Any)
     """`weft.tune`; ``max_concurrent`` is one more than the old ``window``, ``device_memory`` was ``memory``."""
     function = tune_function()
     names = known(function)
+    for config in ("StudyConfig", "StudyExecution"):
+        with contextlib.suppress(LookupError):  # the old tree has none
+            names |= {each.name for each in fields(first(f"weft.tune.config:{config}"))}
     given = dict(options)
     if "max_concurrent" in given and "max_concurrent" not in names:
         given["window"] = given.pop("max_concurrent") - 1
     for word in ("device_memory", "trial_memory"):
         if word in given and word not in names:
             given["memory"] = given.pop(word)
-    home = next(word for word in ("folder", "root", "runs") if word in names)
+    home = next(word for word in ("root", "runs") if word in names)
     return function(objective, space, name=name, **{home: folder}, **spelled(given, names))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.golden import digests
-from benchmarks.golden.adapter import first, tree
+from benchmarks.golden.adapter import call, first, tree
 from benchmarks.golden.runner import Case
 
 
@@ -29,8 +29,12 @@ def simulated(way: str) -> dict[str, Any]:
     all_, floor = own.trials(160), own.devices(16)
     given, packer, more = {
         "weft": lambda: (all_, own.Packer(floor), {}),
-        "memory": lambda: (own.known(all_, False, False), own.Packer(floor), {}),
-        "measured": lambda: (own.known(all_, True, False), own.Packer(floor, sharing=sharing(own)), {"measure": True}),
+        "memory": lambda: (known(own, all_, timed=False), own.Packer(floor), {}),
+        "measured": lambda: (
+            known(own, all_, timed=True),
+            call(own.Packer, floor, throughput=throughput(own)),
+            {"measure": True},
+        ),
         "window": lambda: (all_, own.Packer(floor), {"window": 32}),
         "one": lambda: (all_, own.Static(floor, 1), {}),
         "1/4": lambda: (all_, own.Static(floor, 4), {"loss": 0.02}),
@@ -47,7 +51,14 @@ def simulated(way: str) -> dict[str, Any]:
     }
 
 
-def sharing(own: Any) -> Any:
+def known(own: Any, all_: Any, timed: bool) -> Any:
+    """The trials with their seconds or without, and without the shares of a device's time that the old tree knows."""
+    if hasattr(own, "known"):
+        return own.known(all_, timed, False)
+    return all_ if timed else own.untimed(all_)
+
+
+def throughput(own: Any) -> Any:
     made = first(
         "weft.tune.packing.throughput:ThroughputModel", "weft.tune.packing:ThroughputModel", "weft.tune.sharing:Sharing"
     )

@@ -144,8 +144,8 @@ RUN = [
 ]
 """A heading, the typed table, and the class whose fields say what the keys mean."""
 STUDY = [
-    ("## A study", tune.StudyConfig, tune.StudyConfig),
-    ("### [study]", tune.Study, tune.Study),
+    ("## A study", tune.StudyFile, tune.StudyFile),
+    ("### [study]", tune.StudyTable, tune.StudyOptions),
     ("### [recipe]", tune.RecipeTable, Recipe),
     ("### A choice of [space]", tune.Range, tune.Range),
 ]
@@ -208,32 +208,6 @@ def _kind(kind: Any) -> str:
 
 
 NOTES = {
-    "StudyConfig": {
-        "study": "how it runs; below",
-        "space": "what is tried: a name with a list of options, or a range",
-        "recipe": "what every trial trains; below",
-        "runs": "the directory that holds the studies",
-    },
-    "Study": {
-        "trials": "how many",
-        "name": "of the study; that of the file if not given",
-        "maximize": "objectives that are better when larger",
-        "minimize": "objectives that are better when smaller",
-        "sampler": "`tpe`, `cmaes`, `gp`, `nsga2`, `random`, `grid`",
-        "pruner": "`asha`, `hyperband`, `median`; none if not given",
-        "window": "trial i is proposed, and pruned, from the trials before i - window; part of the result",
-        "seed": "of the study",
-        "storage": "`sqlite:///...` or `postgresql://...`; a file in the study's directory if not given",
-        "executor": "`local` or `ray`",
-        "devices": 'such as `["cuda:0", "cuda:1=40GiB"]`; all GPUs, else the CPU, if not given',
-        "workers": "the most jobs at once on a device",
-        "memory": "of a trial; for a recipe, of the device that candidates are fitted to",
-        "fuse": "of so many consecutive trials, those of one shape train as one",
-        "retries": "how often a trial goes on from its checkpoint after its process died",
-        "seconds": "the time limit of a trial",
-        "threads": "of a worker on the CPU; results depend on it",
-        "mps": "whether GPUs are shared by NVIDIA's service: `auto`, `on`, `off`",
-    },
     "Range": {
         "low": "the least",
         "high": "the most",

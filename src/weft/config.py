@@ -50,8 +50,8 @@ def table_of(
 def _plain(hint: Any, optional: bool) -> Any:
     """A type with every part that a file cannot hold as text."""
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    found = [part if part in (int, float, bool, str, NoneType) or get_origin(part) is tuple else str for part in parts]
-    return reduce(or_, dict.fromkeys([*found, *([NoneType] if optional else [])]))
+    kinds = [part if part in (int, float, bool, str, NoneType) or get_origin(part) is tuple else str for part in parts]
+    return reduce(or_, dict.fromkeys([*kinds, *([NoneType] if optional else [])]))
 
 
 class NamedSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -99,7 +99,7 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the supernet is searched; the names are those of ``weft.search``.
 
     Gradient methods train it too, as ``Train`` says: then ``targets``, ``warmup``, ``rate`` and ``pick`` count, and of
-    the others ``budget``, ``recalibrate`` and ``name``.
+    the others ``budget``, ``bn_batches`` and ``name``.
     """
 
     maximize: Names = ()
@@ -114,7 +114,7 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`random`, `evolution`, `nsga2`; or a gradient method, which trains too"""
     seed: int = 0
     """seed of the search"""
-    recalibrate: int = 2
+    bn_batches: int = 2
     """batches that batch norms see again before a subnet is scored"""
     batch_size: int = 256
     """samples of a batch when subnets are scored"""
@@ -122,12 +122,12 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """name of the folder under `results`"""
     targets: Names = ()
     """what the selected subnet must cost, within 2 %: `"parameters=5e6"`; for gradient methods"""
-    warmup: int | None = None
+    weight_warmup_steps: int | None = None
     """Steps that train the weights alone, before the architecture learns too; if not given, as suits the method."""
     rate: float | None = None
     """The learning rate of the architecture; if not given, as suits the method and the number of steps."""
     pick: str | None = None
-    """How a gradient method settles on its subnet: ``likeliest`` or ``missed``; if not given, as suits the method."""
+    """How a gradient method chooses its subnet: ``likeliest`` or ``perturbation``; else as suits the method."""
 
 
 class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -183,6 +183,8 @@ RENAMED = {
     "runs": "run.folder",
     "residency": "offload",
     "offload.ahead": "offload.prefetch",
+    "search.recalibrate": "search.bn_batches",
+    "search.warmup": "search.weight_warmup_steps",
     **{f"train.{name}": f"{table}.{name}" for name, table in _TABLE_OF.items() if table != "train"},
     **{f"train.{before}": f"{_TABLE_OF[now]}.{now}" for before, now in OLD_FIELDS.items() if now in _TABLE_OF},
     **{f"train.{before}": f"optimizer.{now}" for before, now in MOVED_TO_OPTIMIZER.items()},

@@ -21,7 +21,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from weft.data import Data, IterableLoader, Loader, Source, Tensors, adapt, as_data
+from weft.data import Data, IterableLoader, Source, Tensors, adapt, as_data
 from weft.errors import DataError
 
 
@@ -112,22 +112,10 @@ def test_torchs_own_datasets_and_lists_are_sources() -> None:
     assert adapt(tensors) is tensors
 
 
-def test_an_adapted_dataset_goes_through_our_loader() -> None:
-    x = torch.arange(12)
-    ours, theirs = Loader(Tensors(x=x), 4, 5), Loader(source_of(TensorDataset(x)), 4, 5, workers=2)
-    for i, batch in enumerate(theirs.iterate(0, 9)):
-        assert torch.equal(batch["x"], ours.batch(i)["x"])
-
-
 def test_the_fingerprint_of_a_dataset_is_that_of_its_content() -> None:
     prints = {source_of(Squares(lambda n: n, length)).fingerprint() for length in (299, 300, 300)}
     assert len(prints) == 2
     assert source_of(Squares(lambda n: n + (n == 299), 300)).fingerprint() not in prints
-
-
-def test_a_dataset_that_draws_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
-    source_of(Noisy())
-    assert "two reads of sample 0" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -137,33 +125,26 @@ def test_a_dataset_that_draws_is_found_out(caplog: pytest.LogCaptureFixture) -> 
         (lambda n: (1, 2, 3), None, "3 values, and 2 keys"),
         (lambda n: {"a": 1}, ("b",), r"no key 'b'; they have \['a'\]"),
         (lambda n: object(), None, "cannot be collated"),
-        (lambda n: {"a": {"b": 1}}, None, "'a' collates to dict"),
+        (lambda n: torch.zeros(n + 1), None, "same keys and shapes"),
     ],
 )
-def test_items_that_are_no_tensors_are_refused(make: Any, keys: Any, message: str) -> None:
+def test_items_that_make_no_batch_are_refused(make: Any, keys: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        adapt(Squares(make), keys)
+        source_of(Squares(make), keys).take(np.array([0, 1]))
 
 
-def test_items_of_different_shapes_are_refused_when_taken() -> None:
-    source = source_of(Squares(lambda n: torch.zeros(n + 1)))
-    with pytest.raises(DataError, match="same keys and shapes"):
-        source.take(np.array([0, 1]))
-
-
-@pytest.mark.parametrize("obj", [3, "digits", {"a": 1}, None, iter([1])])
-def test_what_holds_no_samples_is_refused(obj: object) -> None:
-    with pytest.raises(DataError, match="cannot make data of"):
-        adapt(obj)
-
-
-def test_empty_data_is_refused() -> None:
+def test_what_holds_no_samples_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    for odd in (3, "digits", {"a": 1}, None, iter([1])):
+        with pytest.raises(DataError, match="cannot make data of"):
+            adapt(odd)
     with pytest.raises(DataError, match="no samples"):
         adapt([])
     with pytest.raises(DataError, match="no batches"):
         adapt(DataLoader(TensorDataset(torch.zeros(3)), batch_size=4, drop_last=True))
     with pytest.raises(DataError, match="gave no batch in epoch 0"):
         next(loader_of(Count(0), batch_size=2).iterate())
+    source_of(Noisy())
+    assert "two reads of sample 0" in caplog.text
 
 
 def test_a_plain_dataloader_goes_round_with_its_short_last_batch() -> None:
@@ -171,6 +152,10 @@ def test_a_plain_dataloader_goes_round_with_its_short_last_batch() -> None:
     assert values(loader, 0, 5) == [[0, 1], [2, 3], [4], [0, 1], [2, 3]]
     assert values(loader, 4, 6) == [[2, 3], [4]]
     assert [batch["x"].tolist() for batch in loader.all()] == [[0, 1], [2, 3], [4]]
+    other = loader_of(DataLoader(TensorDataset(torch.arange(1, 6)), batch_size=2))
+    assert loader.fingerprint() == loader.fingerprint() != other.fingerprint()
+    own = DataLoader(TensorDataset(torch.arange(10)), batch_size=5, sampler=Backwards())
+    assert values(loader_of(own), 0, 2) == [[9, 8, 7, 6, 5], [4, 3, 2, 1, 0]]
 
 
 def shuffling(kind: str, workers: int = 0) -> DataLoader[Any]:
@@ -219,11 +204,6 @@ def test_a_dataloader_with_workers_gives_the_same_and_leaves_none_behind() -> No
     assert not multiprocessing.active_children()
 
 
-def test_a_sampler_we_do_not_know_is_trusted() -> None:
-    loader = loader_of(DataLoader(TensorDataset(torch.arange(10)), batch_size=5, sampler=Backwards()))
-    assert values(loader, 0, 2) == [[9, 8, 7, 6, 5], [4, 3, 2, 1, 0]]
-
-
 def test_an_iterable_dataset_needs_a_batch_size_and_replays_from_the_start() -> None:
     with pytest.raises(DataError, match="batch_size="):
         adapt(Count(5))
@@ -231,11 +211,6 @@ def test_an_iterable_dataset_needs_a_batch_size_and_replays_from_the_start() -> 
     assert values(loader, 0, 5, "n") == [[0, 1], [2, 3], [4], [0, 1], [2, 3]]
     assert values(loader, 4, 5, "n") == [[2, 3]]
     assert loader.per_epoch is None
-
-
-def test_loaders_of_other_data_have_other_fingerprints() -> None:
-    a, b = (loader_of(DataLoader(TensorDataset(torch.arange(n, n + 4)), batch_size=2)) for n in (0, 1))
-    assert a.fingerprint() == a.fingerprint() != b.fingerprint()
 
 
 def test_what_a_user_has_becomes_the_training_part_of_data() -> None:

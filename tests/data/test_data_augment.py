@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.data import Batch, Compose, Draws, Loader, Normalise, ShiftFlip, Tensors
+from weft.data import Compose, Draws, Normalise, ShiftFlip
 from weft.errors import DataError
 from weft.utils import rng
 
@@ -110,23 +110,11 @@ def test_augmentations_of_one_name_move_together() -> None:
     both = Compose((ShiftFlip("image"), ShiftFlip("mask")))
     out = both({"image": image, "mask": image}, Draws(0, np.arange(20), 0))
     assert torch.equal(out["image"], out["mask"])
+    for wrong, message in (({"x": image}, r"no key 'image'; they have \['x'\]"), ({"image": image[0]}, "n, channels")):
+        with pytest.raises(DataError, match=message):
+            both(wrong, Draws(0, np.arange(20), 0))
     other = ShiftFlip("mask", name="other")({"mask": image}, Draws(0, np.arange(20), 0))
     assert not torch.equal(out["image"], other["mask"])
-
-
-def test_a_samples_augmentation_does_not_depend_on_the_batch_size() -> None:
-    source = Tensors(image=torch.rand(24, 2, 5, 5), number=torch.arange(24))
-    augment = ShiftFlip(padding=2)
-
-    def by_number(size: int) -> Batch:
-        batches = list(Loader(source, size, 9, augment=augment).iterate(0, 24 // size))
-        order = torch.cat([batch["number"] for batch in batches]).argsort()
-        return {"image": torch.cat([batch["image"] for batch in batches])[order]}
-
-    whole = by_number(24)["image"]
-    for size in (1, 2, 3, 8, 12):
-        assert torch.equal(by_number(size)["image"], whole)
-    assert not torch.equal(Loader(source, 24, 9, augment=augment).batch(1)["image"].sort()[0], whole.sort()[0])
 
 
 def test_normalise_by_hand() -> None:
@@ -140,11 +128,3 @@ def test_normalise_by_hand() -> None:
         Normalise("image", (1, 2, 3), 1.0)(batch, draws)
     with pytest.raises(DataError, match="floating-point"):
         Normalise("image", 1.0, 1.0)({"image": batch["image"].byte()}, draws)
-
-
-def test_what_is_no_image_is_refused() -> None:
-    draws = Draws(0, np.arange(2), 0)
-    with pytest.raises(DataError, match=r"no key 'image'; they have \['x'\]"):
-        ShiftFlip()({"x": torch.zeros(2)}, draws)
-    with pytest.raises(DataError, match="n, channels, height, width"):
-        ShiftFlip()({"image": torch.zeros(2, 3)}, draws)

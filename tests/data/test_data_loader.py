@@ -47,6 +47,14 @@ def test_a_batch_is_a_slice_of_the_keyed_permutation_of_its_epoch() -> None:
     order = generator(7, "epoch", 2).permutation(10)
     assert loader.batch(7)["x"].tolist() == order[3:6].tolist()
     assert loader.samples(7).tolist() == order[3:6].tolist()
+    loader.batch(7)["x"].zero_()
+    loader.samples(7)[:] = 0
+    assert loader.batch(7)["x"].tolist() == order[3:6].tolist()
+    part = Loader(Subset(numbers(30), np.arange(5, 25)), 4, 1)
+    asked = [17, 0, 3, 17, 40, 3, 0]  # whatever was asked before
+    assert all(equal(part.batch(i), Loader(part.source, 4, 1).batch(i)) for i in asked)
+    orders = {tuple(Loader(numbers(50), 50, seed).batch(epoch)["x"].tolist()) for seed in (0, 1) for epoch in range(3)}
+    assert len(orders) == 6
 
 
 @given(length=st.integers(1, 40), size=st.integers(1, 40), seed=st.integers(0, 9), epoch=st.integers(0, 3))
@@ -63,11 +71,6 @@ def test_every_epoch_is_a_permutation_less_what_does_not_fill_a_batch(
     assert len(seen) == length // size * size
     assert len(set(seen)) == len(seen)
     assert set(seen) <= set(range(length))
-
-
-def test_epochs_and_seeds_differ() -> None:
-    orders = {tuple(Loader(numbers(50), 50, seed).batch(epoch)["x"].tolist()) for seed in (0, 1) for epoch in range(3)}
-    assert len(orders) == 6
 
 
 @settings(max_examples=25, deadline=None)
@@ -94,14 +97,6 @@ def test_an_error_surfaces_at_its_own_batch_after_all_before_it(ahead: int, work
     assert not own_threads()
 
 
-def test_closing_early_leaves_no_thread() -> None:
-    batches = Loader(numbers(8), 2, 0, workers=3).iterate()
-    next(batches)
-    assert own_threads()
-    batches.close()
-    assert not own_threads()
-
-
 def test_work_goes_ahead_of_the_consumer_but_no_further_than_asked() -> None:
     prepared: list[int] = []
     three, gate = threading.Event(), threading.Event()
@@ -120,7 +115,9 @@ def test_work_goes_ahead_of_the_consumer_but_no_further_than_asked() -> None:
     assert not gate.wait(0.05), "batch 3 is not, until batch 1 is asked for"
     next(batches)
     assert gate.wait(10)
+    assert own_threads()
     batches.close()
+    assert not own_threads()
 
 
 def test_all_gives_everything_once_in_order_with_a_short_last_batch() -> None:
@@ -132,36 +129,15 @@ def test_all_gives_everything_once_in_order_with_a_short_last_batch() -> None:
     assert [batch["x"].tolist() for batch in small.all()] == [[0, 1]]
     with pytest.raises(DataError, match=r"batch of 3 .* 2 samples"):
         small.iterate()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
+    for make in (
         lambda: Loader(numbers(5), 0, 0),
         lambda: Loader(numbers(5), 1, 0, ahead=-1),
         lambda: Loader(numbers(5), 1, 0, workers=-1),
-        lambda: Loader(numbers(5), 1, 0).batch(-1),
-        lambda: Loader(numbers(5), 1, 0).iterate(-1),
-    ],
-)
-def test_numbers_out_of_range_are_refused(make: Callable[[], object]) -> None:
-    with pytest.raises(DataError, match="got"):
-        make()
-
-
-def test_a_batch_does_not_depend_on_what_was_asked_before() -> None:
-    source = Subset(numbers(30), np.arange(5, 25))
-    loader = Loader(source, 4, 1)
-    asked = [17, 0, 3, 17, 40, 3, 0]
-    assert all(equal(loader.batch(i), Loader(source, 4, 1).batch(i)) for i in asked)
-
-
-def test_changing_a_batch_or_its_samples_does_not_change_the_next_ask() -> None:
-    loader = Loader(numbers(6), 3, 0)
-    before = loader.batch(0)["x"].tolist()
-    loader.batch(0)["x"].zero_()
-    loader.samples(0)[:] = 0
-    assert loader.batch(0)["x"].tolist() == before
+        lambda: loader.batch(-1),
+        lambda: loader.iterate(-1),
+    ):
+        with pytest.raises(DataError, match="got"):
+            make()
 
 
 def test_batches_reach_a_cuda_device_whole(require: Callable[[str, bool, str], None]) -> None:

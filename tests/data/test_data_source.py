@@ -28,15 +28,12 @@ def test_take_gives_the_asked_samples_in_the_asked_order() -> None:
     assert source.take(np.array([0]))["x"].tolist() == [[0, 1]]
     assert isinstance(source, Source)
     assert len(source) == 4
-
-
-def test_tensors_of_unequal_length_are_refused() -> None:
-    with pytest.raises(DataError, match=r"'x': 3, 'y': 4"):
-        Tensors(x=torch.zeros(3), y=torch.zeros(4))
-    with pytest.raises(DataError, match="at least one tensor"):
-        Tensors()
-    with pytest.raises(DataError, match="first dimension"):
-        Tensors(x=torch.tensor(1))
+    for wrong, message in (
+        ({"x": torch.zeros(3), "y": torch.zeros(4)}, r"'x': 3, 'y': 4"),
+        ({}, "at least one tensor"),
+    ):
+        with pytest.raises(DataError, match=message):
+            Tensors(**wrong)
 
 
 @pytest.mark.parametrize("bad", [[-1], [3], [0, 99]])
@@ -67,14 +64,12 @@ def test_the_fingerprint_depends_on_names_types_shapes_and_every_value() -> None
     prints = [source.fingerprint() for source in sources]
     assert len(set(prints)) == len(prints)
     assert Tensors(x=x.clone()).fingerprint() == prints[0]
-    assert all(len(text) == 64 and int(text, 16) >= 0 for text in prints)
-
-
-def test_a_pickled_source_gives_the_same_samples() -> None:
-    source = Subset(Tensors(x=torch.rand(9)), [4, 2])
-    copy = pickle.loads(pickle.dumps(source))
-    assert torch.equal(copy.take(np.arange(2))["x"], source.take(np.arange(2))["x"])
-    assert copy.fingerprint() == source.fingerprint()
+    again = [pickle.loads(pickle.dumps(source)) for source in sources]
+    assert [source.fingerprint() for source in again] == prints
+    a, b = sources[:2]
+    assert Data("n", a, b).fingerprint() == Data("m", a, b).fingerprint()
+    prints = {Data("n", a, b).fingerprint(), Data("n", b, a).fingerprint(), Data("n", a, None, b).fingerprint()}
+    assert len(prints) == 3
 
 
 def test_a_subset_of_a_subset_counts_from_its_own_zero() -> None:
@@ -153,12 +148,9 @@ def test_two_parts_are_also_right_in_their_sums(totals: list[int], fractions: li
 
 
 @pytest.mark.parametrize("bad", [(), (0.5,), (0.5, 0.6), (1.5, -0.5), (1.0, 0.0)])
-def test_fractions_that_do_not_make_a_whole_are_refused(bad: tuple[float, ...]) -> None:
+def test_fractions_and_labels_that_make_no_split_are_refused(bad: tuple[float, ...]) -> None:
     with pytest.raises(DataError, match="add up to 1"):
         split(labelled([0, 1, 2]), bad, 0)
-
-
-def test_an_empty_part_and_labels_that_are_none_are_refused() -> None:
     with pytest.raises(DataError, match="2 samples are too few"):
         split(labelled([0, 1]), (0.9, 0.05, 0.05), 0)
     with pytest.raises(DataError, match="one integer a sample"):
@@ -175,10 +167,3 @@ def test_a_limit_spreads_distinct_samples_over_the_whole(length: int, limit: int
     assert len(set(chosen)) == len(chosen)
     gaps = np.diff([*chosen, length])
     assert not chosen or (chosen[0] == 0 and gaps.max() - gaps.min() <= 1)
-
-
-def test_the_fingerprint_of_data_tells_its_parts_apart() -> None:
-    a, b = Tensors(x=torch.zeros(2)), Tensors(x=torch.ones(2))
-    assert Data("n", a, b).fingerprint() == Data("m", a, b).fingerprint()
-    prints = {Data("n", a, b).fingerprint(), Data("n", b, a).fingerprint(), Data("n", a, None, b).fingerprint()}
-    assert len(prints) == 3

@@ -10,8 +10,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -25,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import typer.main
+from command_line import weft
 
-from weft.cli.app import app, main
+from weft.cli.app import app
 from weft.cli.arguments import joined
-from weft.cli.tune import StudyConfig
+from weft.cli.tune import StudyFile
 from weft.config import convert, make_config
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +53,7 @@ _SHORT_CODE = {
 _TRAIN = ["--train.steps=4", "--execution.threads=1"]
 _SHORT_COMMANDS = {
     "train": _TRAIN,
-    "search": [*_TRAIN, "--search.warmup=0", "--search.budget=4"],
+    "search": [*_TRAIN, "--search.weight_warmup_steps=0", "--search.budget=4"],
     "simulate": _TRAIN,
     "verify": ["--steps=2", "--execution.threads=1"],
     "tune": ["--study.trials=2", "--recipe.steps=4", "--recipe.report_every=2"],
@@ -112,7 +111,7 @@ def accept(words: list[str]) -> None:
     context = verb.make_context(words[0], list(words[1:]))
     if words[0] == "tune":
         assert all(re.match(r"--[\w.]+=", word) for word in context.args), words
-        convert({}, context.args, StudyConfig)
+        convert({}, context.args, StudyFile)
     elif context.args:
         make_config({"supernet": "digits-mlp"}, joined(context.args))
 
@@ -179,19 +178,13 @@ class Reader:
     def _weft(self, words: list[str]) -> str:
         given = {word.split("=")[0] for word in words}
         more = [*(_SHORT_COMMANDS.get(words[0], []) if self.short else []), *self.options.get(words[0], [])]
-        out, argv, columns = io.StringIO(), sys.argv, os.environ.pop("COLUMNS", None)  # a file has no width
-        sys.argv = ["weft", *words, *(word for word in more if word.split("=")[0] not in given)]
+        columns = os.environ.pop("COLUMNS", None)  # a file has no width
         try:
-            with contextlib.redirect_stdout(out):
-                main()
-            code: Any = 0
-        except SystemExit as end:
-            code = end.code
+            done = weft(*words, *(word for word in more if word.split("=")[0] not in given))
         finally:
-            sys.argv = argv
             os.environ.update({} if columns is None else {"COLUMNS": columns})
-        assert not code, f"weft {' '.join(words)} ended with {code}: {out.getvalue()}"
-        return out.getvalue()
+        assert not done.code, done
+        return done.out
 
     def _served(self, words: list[str]) -> str:
         """What a server on a free port prints; it shows the runs of the folder."""

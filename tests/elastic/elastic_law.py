@@ -1,7 +1,6 @@
 """What elastic layers promise: a one-hot mixture is the subnet, and the subnet is the plain module, bit by bit.
 
-`check_law` holds a chain to it, by prefixes of channels and centres of kernels; `holds_for_subnets` and
-`holds_for_one_hots` hold a module to it, by prefixes of features.
+`check_law` holds a chain to it, and `agrees_with_the_definition` a mixture to its expectation.
 """
 
 from __future__ import annotations
@@ -15,15 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.elastic import Leaf, Mixture, Module
+from weft.elastic import Leaf, Mixture
 from weft.elastic.extract import plain_module
 from weft.elastic.sizes import combinations
 from weft.space import Space, Subnet
 from weft.supernet import Chain, Elastic, extract
 from weft.utils.rng import generator
-
-Input = Callable[[Subnet], Tensor]
-"""The part of an input that a subnet takes."""
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -57,19 +53,21 @@ def weighted_subnets(
         yield probability, space.subnet({**first, **values})
 
 
-def part(whole: Tensor, shape: Sequence[int]) -> Tensor:
-    """What a subnet uses of a weight or carry: the first of the first two dimensions, the centre of the others."""
-    for dim, size in enumerate(shape):
-        start = 0 if dim < 2 else (whole.shape[dim] - size) // 2
-        whole = whole.narrow(dim, start, size)
-    return whole
-
-
 def padded(small: Tensor, shape: Sequence[int]) -> Tensor:
-    """The tensor amid zeros, where `part` finds it."""
+    """The tensor amid zeros, as a subnet's part of a convolution lies: the first channels, the centre of kernels."""
     whole = small.new_zeros(tuple(shape))
-    part(whole, small.shape).copy_(small)
+    part = whole
+    for dim, size in enumerate(small.shape):
+        part = part.narrow(dim, 0 if dim < 2 else (shape[dim] - size) // 2, size)
+    part.copy_(small)
     return whole
+
+
+def pad(tensor: Tensor, shape: Sequence[int], value: float = 0.0) -> Tensor:
+    """The tensor as the first entries along every dimension."""
+    out = torch.full(tuple(shape), value, dtype=tensor.dtype)
+    out[tuple(slice(size) for size in tensor.shape)] = tensor
+    return out
 
 
 def near(found: Tensor, wanted: Tensor, tolerance: float, what: str = "") -> None:
@@ -80,118 +78,6 @@ def near(found: Tensor, wanted: Tensor, tolerance: float, what: str = "") -> Non
     assert float((found - wanted).abs().max() if wanted.numel() else 0.0) <= tolerance * max(scale, 1.0), what
 
 
-def chain_of(space: Space, module: nn.Module) -> Chain:
-    """A chain of one elastic block."""
-    return Chain(Elastic(space, "layer", module))
-
-
-def check_law(
-    chain: Chain, subnet: Subnet, x: Tensor, inputs: int | None = None, own_classes: tuple[type, ...] = ()
-) -> None:
-    """Trains and evaluates one subnet in all three forms.
-
-    `inputs` is the number of channels of x that the subnet takes. `own_classes` may stand in the plain module.
-    """
-    chain.float()
-    before = {name: value.clone() for name, value in chain.state_dict().items()}
-    try:
-        for training in (True, False):
-            chain.train(training)
-            check_plain(chain, subnet, x.float(), inputs, own_classes)
-            chain.load_state_dict(before)
-            chain.double()
-            check_one_hot(chain, subnet, x.double(), inputs)
-            chain.float().load_state_dict(before)
-    finally:
-        chain.load_state_dict(before)
-
-
-def check_plain(chain: Chain, subnet: Subnet, x: Tensor, inputs: int | None, own_classes: tuple[type, ...]) -> None:
-    """The plain module computes, learns and counts the same to the last bit, and the subnet touches nothing else."""
-    taken = x if inputs is None else x[:, :inputs].contiguous()
-    plain = extract(chain, subnet, {"x": taken}).train(chain.training)
-    for module in plain.modules():
-        assert not type(module).__module__.startswith("weft") or isinstance(module, own_classes), type(module)
-    before = {name: value.clone() for name, value in chain.named_buffers()}
-    given = [taken.clone().requires_grad_() for _ in range(2)]
-    chain.zero_grad()
-    out, same = chain(given[0], subnet), plain(given[1])
-    assert torch.equal(out, same)
-    seed = draw(*out.shape, seed=1, dtype=x.dtype)
-    out.backward(seed)
-    same.backward(seed)
-    assert _equal(given[0].grad, given[1].grad)
-    theirs = dict(plain.named_parameters())
-    for name, weight in chain.named_parameters():
-        if name not in theirs:
-            assert weight.grad is None or not weight.grad.any(), name
-            continue
-        own = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        other = theirs[name].grad
-        assert torch.equal(own, padded(torch.zeros_like(theirs[name]) if other is None else other, own.shape)), name
-    counts = dict(plain.named_buffers())
-    for name, buffer in chain.named_buffers():
-        wanted = before[name].clone()
-        if name in counts:
-            part(wanted, counts[name].shape).copy_(counts[name])
-        assert torch.equal(buffer, wanted), name
-
-
-def check_one_hot(chain: Chain, subnet: Subnet, x: Tensor, inputs: int | None, tolerance: float = 1e-9) -> None:
-    """Outputs, gradients and batch statistics of the one-hot mixture are those of the pick, amid zeros."""
-    taken = x if inputs is None else x[:, :inputs]
-    before = {name: value.clone() for name, value in chain.state_dict().items()}
-    found = []
-    for pick in (subnet, Mixture.one_hot(subnet, chain.space)):
-        chain.load_state_dict(before)
-        chain.zero_grad()
-        given = taken if isinstance(pick, Subnet) else padded(taken, x.shape)
-        given = given.clone().requires_grad_()
-        out = chain(given, pick)
-        out.backward(padded(draw(*(found[0][0] if found else out).shape, seed=1), out.shape))
-        weights = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in chain.named_parameters()}
-        back = torch.zeros_like(given) if given.grad is None else given.grad
-        found.append((out.detach(), back, weights, {n: b.clone() for n, b in chain.named_buffers()}))
-    (out, back, weights, buffers), (mixed, mixed_back, mixed_weights, mixed_buffers) = found
-    near(mixed, padded(out, mixed.shape), tolerance)
-    near(part(mixed_back, back.shape), back, tolerance)
-    for name, gradient in weights.items():
-        near(mixed_weights[name], gradient, tolerance, name)
-    for name, buffer in buffers.items():
-        if not torch.equal(buffer, before[name]) and buffer.is_floating_point():
-            near(mixed_buffers[name], buffer, tolerance, name)
-
-
-def check_agree(
-    first: tuple[Tensor, Sequence[Tensor]],
-    second: tuple[Tensor, Sequence[Tensor]],
-    mixture: Mixture,
-    names: Sequence[str],
-    tolerance: float = 1e-10,
-) -> None:
-    """Two computations, each with its output and leaves, give the same values and the same gradients."""
-    gradients = []
-    for out, leaves in (first, second):
-        chances = [mixture[name] for name in names]
-        seed = draw(*out.shape, seed=2)
-        gradients.append(torch.autograd.grad(out, [*leaves, *chances], seed, allow_unused=True, retain_graph=True))
-    near(first[0], second[0], tolerance)
-    for index, (own, other) in enumerate(zip(*gradients, strict=True)):
-        assert own is not None or other is None
-        if own is None or other is None:
-            assert own is None or not own.any()
-            continue
-        if index >= len(first[1]):
-            own, other = own - own.mean(), other - other.mean()
-        near(own, other, tolerance)
-
-
-def _equal(some: Tensor | None, other: Tensor | None) -> bool:
-    if some is None or other is None:
-        return all(t is None or not t.any() for t in (some, other))
-    return torch.equal(some, other)
-
-
 def randomise(module: nn.Module, seed: int = 0) -> nn.Module:
     """Weights of a size that matters everywhere, gains and biases included."""
     with torch.no_grad():
@@ -200,82 +86,114 @@ def randomise(module: nn.Module, seed: int = 0) -> nn.Module:
     return module
 
 
-def corners(module: Module, subnet: Subnet) -> dict[str, Tensor]:
-    """For each parameter of the extracted module the places of its entries in the elastic one."""
+def chain_of(space: Space, module: nn.Module) -> Chain:
+    """A chain of one elastic block."""
+    return Chain(Elastic(space, "layer", module))
+
+
+def corners(module: nn.Module, subnet: Subnet, example: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """For each parameter and buffer of the plain module the places of its entries in the elastic module or chain."""
     numbered = copy.deepcopy(module)
     with torch.no_grad():
-        for parameter in numbered.parameters():
-            parameter.copy_(torch.arange(parameter.numel()).view_as(parameter))
-    return {name: p.detach().long() for name, p in plain_module(numbered, subnet).named_parameters()}
+        for value in numbered.state_dict().values():
+            value.copy_(torch.arange(value.numel()).view_as(value))
+    plain = extract(numbered, subnet, example) if isinstance(numbered, Chain) else plain_module(numbered, subnet)
+    return {name: value.long() for name, value in plain.state_dict().items()}
 
 
-def gradients(
-    module: nn.Module, x: Tensor, weights: Tensor | None, **pick: object
-) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-    """The output, and the gradients of its weighted sum (random weights if not given) by input and parameters."""
-    module.zero_grad()
-    x = x.detach().clone().requires_grad_(x.is_floating_point())
-    out = module(x, **pick)
-    weights = noise(*out.shape, seed=77).to(out.dtype) if weights is None else weights
-    (out * weights).sum().backward()
-    found = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in module.named_parameters()}
-    return out.detach(), x.grad, found
-
-
-def holds_for_subnets(module: Module, part: Input, subnets: list[Subnet]) -> None:
-    """The pick has the bits of the extracted module, gradients included, and nothing else gets a gradient."""
-    for subnet in subnets:
-        x = part(subnet)
-        plain = plain_module(module, subnet)
-        assert not any(isinstance(piece, Module) for piece in plain.modules())
-        out, dx, own = gradients(module, x, None, pick=subnet)
-        plain_out, plain_dx, plain_own = gradients(plain, x, None)
-        assert torch.equal(out, plain_out)
-        assert dx is None or torch.equal(dx, plain_dx)
-        where = corners(module, subnet)
-        assert where.keys() == plain_own.keys()
-        for name, gradient in own.items():
-            expected = torch.zeros_like(gradient).flatten()
-            if name in where:
-                expected[where[name].flatten()] = plain_own[name].flatten()
-            assert torch.equal(gradient.flatten(), expected), name
-
-
-def holds_for_one_hots(module: Module, part: Input, subnets: list[Subnet], space: Space, garbage: float = 0.0) -> None:
-    """The one-hot mixture is the pick padded by zeros; what lies outside the pick's input does not count."""
-    for kind, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
-        _one_hots(copy.deepcopy(module).to(kind), part, subnets, space, garbage, kind, tolerance)
-
-
-def _one_hots(
-    module: Module,
-    part: Input,
-    subnets: list[Subnet],
-    space: Space,
-    garbage: float,
-    kind: torch.dtype,
-    tolerance: float,
+def check_law(
+    chain: Chain,
+    subnet: Subnet,
+    x: Tensor,
+    inputs: int | None = None,
+    own_classes: tuple[type, ...] = (),
+    *,
+    dim: int = 1,
+    modes: Sequence[bool] = (True, False),
+    garbage: float = 0.0,
 ) -> None:
-    largest = part(space.last())
-    for subnet in subnets:
-        x = part(subnet).to(kind) if largest.is_floating_point() else part(subnet)
-        padded = pad(x, largest.shape, garbage if x.is_floating_point() else 0)
-        out, dx, own = gradients(module, x, None, pick=subnet)
-        weights = noise(*out.shape, seed=77).to(kind)
-        certain = Mixture.one_hot(subnet, space)
-        mixture = Mixture(space, {name: certain[name].to(kind) for name in space.choices})
-        with torch.no_grad():
-            shape = module(padded, pick=mixture).shape
-        mixed, mixed_dx, mixed_own = gradients(module, padded, pad(weights, shape), pick=mixture)
-        near(mixed, pad(out, shape), tolerance)
-        if dx is not None and mixed_dx is not None:
-            near(mixed_dx, pad(dx, largest.shape), tolerance)
-        for name, gradient in own.items():
-            near(mixed_own[name], gradient, tolerance, name)
+    """Trains and evaluates one subnet in all three forms.
+
+    `inputs` is the number of features, along `dim`, of x that the subnet takes; a mixture has `garbage` in the others.
+    `own_classes` may stand in the plain module.
+    """
+    chain.float()
+    before = {name: value.clone() for name, value in chain.state_dict().items()}
+    inputs = x.shape[dim] if inputs is None else inputs
+    is_float = x.is_floating_point()
+    try:
+        for training in modes:
+            chain.train(training)
+            taken = (x.float() if is_float else x).narrow(dim, 0, inputs).contiguous()
+            _check_plain(chain, subnet, taken, own_classes)
+            chain.load_state_dict(before)
+            chain.double()
+            _check_one_hot(chain, subnet, x.double() if is_float else x, (dim, inputs), garbage)
+            chain.float().load_state_dict(before)
+    finally:
+        chain.load_state_dict(before)
+
+
+def _check_plain(chain: Chain, subnet: Subnet, taken: Tensor, own_classes: tuple[type, ...]) -> None:
+    """The plain module computes, learns and counts the same to the last bit, and the subnet touches nothing else."""
+    plain = extract(chain, subnet, {"x": taken}).train(chain.training)
+    for module in plain.modules():
+        assert not type(module).__module__.startswith("weft") or isinstance(module, own_classes), type(module)
+    places = corners(chain, subnet, {"x": taken})
+    before = {name: value.clone() for name, value in chain.named_buffers()}
+    copies = [taken.clone().requires_grad_(taken.is_floating_point()) for _ in range(2)]
+    chain.zero_grad()
+    out, same = chain(copies[0], subnet), plain(copies[1])
+    assert torch.equal(out, same)
+    seed = draw(*out.shape, seed=1, dtype=out.dtype)
+    out.backward(seed)
+    same.backward(seed)
+    assert torch.equal(*(torch.zeros_like(x) if x.grad is None else x.grad for x in copies))
+
+    def wanted(name: str, rest: Tensor, used: dict[str, Tensor]) -> Tensor:
+        rest = rest.clone().flatten()
+        if name in used:
+            rest[places[name].flatten()] = used[name].flatten()
+        return rest
+
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in plain.named_parameters()}
+    for name, weight in chain.named_parameters():
+        own = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        assert torch.equal(own.flatten(), wanted(name, torch.zeros_like(weight), gradients)), name
+    buffers = dict(plain.named_buffers())
+    for name, buffer in chain.named_buffers():
+        assert torch.equal(buffer.flatten(), wanted(name, before[name], buffers)), name
+
+
+def _check_one_hot(chain: Chain, subnet: Subnet, x: Tensor, cut: tuple[int, int], garbage: float) -> None:
+    """Outputs, gradients and batch statistics of the one-hot mixture are those of the pick, amid zeros."""
+    taken, tolerance = x.narrow(cut[0], 0, cut[1]), 1e-10
+    before = {name: value.clone() for name, value in chain.state_dict().items()}
+    results = []
+    certain = Mixture.one_hot(subnet, chain.space)
+    mixture = Mixture(chain.space, {name: certain[name].double() for name in chain.space.choices})
+    for pick in (subnet, mixture):
+        chain.load_state_dict(before)
+        chain.zero_grad()
+        given = taken if isinstance(pick, Subnet) else pad(taken, x.shape, garbage if x.is_floating_point() else 0)
+        given = given.clone().requires_grad_(x.is_floating_point())
+        out = chain(given, pick)
+        out.backward(pad(draw(*(results[0][0] if results else out).shape, seed=1), out.shape))
+        weights = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in chain.named_parameters()}
+        back = torch.zeros_like(given) if given.grad is None else given.grad
+        results.append((out.detach(), back, weights, {n: b.clone() for n, b in chain.named_buffers()}))
+    (out, back, weights, buffers), (mixed, mixed_back, mixed_weights, mixed_buffers) = results
+    near(mixed, pad(out, mixed.shape), tolerance)
+    near(mixed_back.narrow(cut[0], 0, cut[1]), back, tolerance)
+    for name, gradient in weights.items():
+        near(mixed_weights[name], gradient, tolerance, name)
+    for name, buffer in buffers.items():
+        if not torch.equal(buffer, before[name]) and buffer.is_floating_point():
+            near(mixed_buffers[name], buffer, tolerance, name)
 
 
 def agrees_with_the_definition(
-    module: Module,
+    module: nn.Module,
     x: Tensor,
     space: Space,
     literal: Callable[[Tensor, Mixture], Tensor],
@@ -287,7 +205,7 @@ def agrees_with_the_definition(
     """
     module.double()
     x = x.double() if x.is_floating_point() else x
-    rows = {name: random_mixture(space, seed, torch.float64)[name] for name in space.choices}
+    rows = {name: any_mixture(space, seed)[name] for name in space.choices}
     results = []
     for run in (lambda value, pick: module(value, pick=pick), literal):
         module.zero_grad()
@@ -297,10 +215,10 @@ def agrees_with_the_definition(
         out = run(value, Mixture(space, rows))
         (out * noise(*out.shape, seed=5).double()).sum().backward()
         along = [torch.zeros_like(row) if row.grad is None else row.grad - row.grad.mean() for row in rows.values()]
-        own = [p.grad.clone() for p in module.parameters()]
+        own = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in module.parameters()]
         results.append([out.detach(), *([] if value.grad is None else [value.grad]), *own, *along])
     for ours, theirs in zip(*results, strict=True):
-        near(ours, theirs, 1e-11)
+        near(ours, theirs, 1e-10)
 
 
 def expected(
@@ -308,23 +226,18 @@ def expected(
     space: Space,
     mixture: Mixture,
     scale: Callable[[Subnet], float] | None = None,
-):
+) -> dict[str, Tensor]:
     """The expectation of the padded corners of a leaf's parameters, straight from the definition."""
     totals = {name: torch.zeros_like(p) for name, p in leaf.named_parameters()}
-    for probability, subnet in weighted_subnets(space, mixture):
+    for probability, subnet in weighted_subnets(space, mixture, leaf.sizes.names if scale is None else None):
         factor = probability if scale is None else probability * scale(subnet)
-        for name, where in corners(leaf, subnet).items():
-            parameter = dict(leaf.named_parameters())[name]
-            inside = torch.zeros(parameter.numel(), dtype=parameter.dtype)
-            inside[where.flatten()] = 1.0
-            totals[name] = totals[name] + factor * inside.view_as(parameter) * parameter
+        places = corners(leaf, subnet)
+        for name, parameter in leaf.named_parameters():
+            if name in places:
+                inside = torch.zeros(parameter.numel(), dtype=parameter.dtype)
+                inside[places[name].flatten()] = 1.0
+                totals[name] = totals[name] + factor * inside.view_as(parameter) * parameter
     return totals
-
-
-def pad(tensor: Tensor, shape: torch.Size | tuple[int, ...], value: float = 0.0) -> Tensor:
-    out = torch.full(tuple(shape), value, dtype=tensor.dtype)
-    out[tuple(slice(size) for size in tensor.shape)] = tensor
-    return out
 
 
 @contextmanager

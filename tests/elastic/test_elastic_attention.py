@@ -9,11 +9,10 @@ import pytest
 import torch
 from elastic_law import (
     agrees_with_the_definition,
+    chain_of,
+    check_law,
     corners,
     expected,
-    holds_for_one_hots,
-    holds_for_subnets,
-    near,
     noise,
     random_mixture,
     randomise,
@@ -31,8 +30,8 @@ from weft.elastic import (
     Grid,
     Head,
     LayerNorm,
-    Linear,
     Mixture,
+    Module,
     PatchEmbedding,
     Patches,
     RMSNorm,
@@ -87,18 +86,18 @@ CASES: dict[str, tuple[Callable[[weft.Space], tuple[Any, ...]], dict[str, Any]]]
 }
 
 
-def first_features(space: weft.Space, x: Tensor) -> Callable[[weft.Subnet], Tensor]:
-    return lambda subnet: x[..., : subnet["width"]]
+def keeps_the_law(space: weft.Space, module: Module, x: Tensor, features: bool = True, garbage: float = 3.0) -> None:
+    """Every subnet, which takes its width of the features of x (or all of it)."""
+    chain = chain_of(space, randomise(module))
+    for subnet in space.enumerate():
+        inputs = subnet["width"] if features else None
+        check_law(chain, subnet, x, inputs, dim=-1, modes=(False,), garbage=garbage)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_pick_and_one_hot_and_plain_attention_are_one(case: str) -> None:
+def test_attention_keeps_the_law(case: str) -> None:
     space, attention = made(case)
-    randomise(attention)
-    part = first_features(space, noise(2, TOKENS, 12))
-    subnets = list(space.enumerate())
-    holds_for_subnets(attention, part, subnets)
-    holds_for_one_hots(attention, part, subnets[::2] + subnets[-1:], space, garbage=3.0)
+    keeps_the_law(space, attention, noise(2, TOKENS, 12))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -152,52 +151,35 @@ def test_heads_are_nested_so_that_every_pick_has_its_own_rows_in_every_larger_on
     assert rows[2, 3] == set(range(12))
 
 
-def test_a_grid_that_is_not_one_computes_as_a_linear_layer() -> None:
-    space = weft.Space()
-    width, hidden = space.integer("width", [2, 4]), space.integer("hidden", [3, 6])
-    grid, linear = Grid(space, width, hidden), Linear(space, width, hidden)
-    randomise(grid)
-    linear.load_state_dict(grid.state_dict())
-    mixture = random_mixture(space)
-    x = noise(2, 3, 4)
-    assert torch.equal(grid(x, pick=mixture), linear(x, pick=mixture))
-    assert torch.equal(grid(x[..., :2], pick=space.first()), linear(x[..., :2], pick=space.first()))
-
-
-def test_a_transposed_grid_holds_the_law_and_keeps_its_layout_in_the_plain_form() -> None:
+def test_a_transposed_grid_keeps_its_layout_in_the_plain_form() -> None:
     space = weft.Space()
     width, heads = space.integer("width", [3, 6]), space.integer("heads", [1, 2, 3])
-    grid = Grid(space, width, (3, heads, 2), transposed=True)
-    randomise(grid)
-    part = first_features(space, noise(2, TOKENS, 6))
-    subnets = list(space.enumerate())
-    for subnet in subnets:  # corners go by rows, which a transposed weight has not: so by hand
-        plain = grid.plain(subnet)
-        assert torch.equal(plain(part(subnet)), grid(part(subnet), pick=subnet))
+    grid = randomise(Grid(space, width, (3, heads, 2), transposed=True))
+    for subnet in space.enumerate():
+        plain, x = grid.plain(subnet), noise(2, TOKENS, subnet["width"])
+        assert torch.equal(plain(x), grid(x, pick=subnet))
         assert plain.weight.t().is_contiguous()
         whole = grid.weight.view(6, 3, 3, 2)[: subnet["width"], :, : subnet["heads"]]
         assert torch.equal(plain.weight, whole.reshape(subnet["width"], -1).t())
-    x = noise(2, TOKENS, 6)
-    out = torch.zeros(2, TOKENS, 18)
-    mixture = random_mixture(space)
-    for chance, subnet in weighted_subnets(space, mixture):
-        weight = torch.zeros(18, 6)
-        rows = torch.arange(18).view(3, 3, 2)[:, : subnet["heads"]].flatten()
-        weight[rows, : subnet["width"]] = grid.plain(subnet).weight.detach()
-        bias = torch.zeros(18)
-        bias[rows] = grid.bias.detach()[rows]
-        out += chance.detach() * F.linear(x, weight, bias)
-    near(grid(x, pick=mixture).detach(), out, 1e-5)
+
+    def literal(x: Tensor, mixture: Mixture) -> Tensor:
+        out = torch.zeros(2, TOKENS, 18)
+        for prob, subnet in weighted_subnets(space, mixture):
+            cut = torch.zeros(6, 3, 3, 2)
+            cut[: subnet["width"], :, : subnet["heads"]] = 1.0
+            weight, bias = grid.weight * cut.view_as(grid.weight), grid.bias * cut[0].flatten()
+            out = out + prob * F.linear(x, weight.t(), bias)
+        return out
+
+    agrees_with_the_definition(grid, noise(2, TOKENS, 6), space, literal)
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_pick_and_one_hot_and_plain_perceptrons_are_one(gated: bool) -> None:
+def test_a_perceptron_keeps_the_law_and_a_mixture_has_the_expected_weights(gated: bool) -> None:
     space = weft.Space()
     width, ratio = space.integer("width", [4, 7, 8]), space.categorical("ratio", [1.5, 2.0])
-    mlp = randomise(MLP(space, width, ratio * width, nn.SiLU if gated else nn.GELU, gated))
-    part = first_features(space, noise(2, 3, 8))
-    holds_for_subnets(mlp, part, list(space.enumerate()))
-    holds_for_one_hots(mlp, part, list(space.enumerate()), space, garbage=3.0)
+    mlp = MLP(space, width, ratio * width, nn.SiLU if gated else nn.GELU, gated)
+    keeps_the_law(space, mlp, noise(2, 3, 8))
 
     def literal(x: Tensor, mixture: Mixture) -> Tensor:
         weights = {name: expected(leaf, space, mixture) for name, leaf in mlp.named_children() if name != "activation"}
@@ -209,30 +191,24 @@ def test_pick_and_one_hot_and_plain_perceptrons_are_one(gated: bool) -> None:
 
 
 @pytest.mark.parametrize("norm", [LayerNorm, RMSNorm])
-def test_pick_and_one_hot_and_plain_transformer_blocks_are_one(norm: type) -> None:
+def test_a_transformer_block_keeps_the_law(norm: type) -> None:
     space = weft.Space()
     width, heads = space.integer("width", [6, 10]), space.integer("heads", [1, 2])
     ratio = space.categorical("ratio", [1.5, 2.0])
     attention, mlp = Attention(space, width, heads, 4, causal=True), MLP(space, width, ratio * width)
-    block = randomise(TransformerBlock(space, width, attention, mlp, norm, dropout=0.5)).eval()
-    part = first_features(space, noise(2, TOKENS, 10))
-    holds_for_subnets(block, part, list(space.enumerate()))
-    holds_for_one_hots(block, part, list(space.enumerate()), space)
+    keeps_the_law(
+        space, TransformerBlock(space, width, attention, mlp, norm, dropout=0.5), noise(2, TOKENS, 10), garbage=0.0
+    )
 
 
-def test_pick_and_one_hot_and_plain_ends_are_one() -> None:
+def test_embeddings_and_heads_keep_the_law() -> None:
     space = weft.Space()
     width = space.integer("width", [4, 7])
     ids, images = torch.tensor([[0, 3, 3], [8, 1, 3]]), noise(2, 2, 8, 8)
-    tokens, patches = TokenEmbedding(space, 9, width, 3), PatchEmbedding(space, 8, 4, width, 2)
-    heads = [Head(space, width, 5, of) for of in ("all", "first", "mean")]
-    for first, x in ((tokens, ids), (patches, images)):
-        holds_for_subnets(randomise(first), lambda _, x=x: x, list(space.enumerate()))
-        holds_for_one_hots(first, lambda _, x=x: x, list(space.enumerate()), space)
-    part = first_features(space, noise(2, 3, 7))
-    for head in heads:
-        holds_for_subnets(randomise(head), part, list(space.enumerate()))
-        holds_for_one_hots(head, part, list(space.enumerate()), space, garbage=3.0)
+    keeps_the_law(space, TokenEmbedding(space, 9, width, 3), ids, features=False)
+    keeps_the_law(space, PatchEmbedding(space, 8, 4, width, 2), images, features=False)
+    for of in ("all", "first", "mean"):
+        keeps_the_law(space, Head(space, width, 5, of), noise(2, 3, 7))
 
 
 def test_a_mixture_of_patches_has_the_expected_weight() -> None:
@@ -262,10 +238,13 @@ def test_a_mixture_keeps_little_more_for_its_backward_than_the_plain_attention(c
 def test_the_mixture_path_never_asks_for_a_value(case: str) -> None:
     space, attention = made(case)
     attention(noise(2, TOKENS, 12), pick=random_mixture(space, 1))  # what is constant is worked out once
-    mixture = random_mixture(space)
+    norm, mixture = LayerNorm(space, space.handle("width")), random_mixture(space)
+    norm(noise(2, TOKENS, 12), pick=random_mixture(space, 1))
     with refusing_values():
-        attention(noise(2, TOKENS, 12), pick=mixture).sum().backward()
+        attention(norm(noise(2, TOKENS, 12), pick=mixture), pick=mixture).sum().backward()
     assert all(mixture[name].grad is not None for name in mixture.names)
+    with pytest.raises(AssertionError), refusing_values():
+        float(attention.out.weight.detach().sum())
 
 
 def test_what_is_extracted_takes_other_batches_and_lengths_and_modes() -> None:
@@ -307,27 +286,17 @@ def test_blocks_built_on_the_meta_device_get_the_weights_that_others_get() -> No
     assert 0.0075 < float(other.attention.out.weight.detach().std()) < 0.0125
 
 
-def test_heads_that_the_keys_do_not_divide_are_refused_with_the_pick() -> None:
+def test_heads_that_cannot_be_are_refused_with_the_pick() -> None:
     space = weft.Space()
     heads, groups = space.integer("heads", [2, 3, 4]), space.integer("groups", [1, 2])
     with pytest.raises(SupernetError, match=r"heads=3 groups=2 there are 3 heads and 2 kv_heads"):
         Attention(space, 8, heads, 4, groups)
     space.require((heads != 3) | (groups != 2))
     Attention(space, 8, heads, 4, groups)
-
-
-def test_a_head_size_that_is_not_whole_is_refused_with_the_pick() -> None:
-    space = weft.Space()
-    width, heads = space.integer("width", [12, 16]), space.integer("heads", [2, 3])
-    with pytest.raises(SupernetError, match=r"whole number of head_dim, but with width=16 heads=3 it is 5.33333"):
-        Attention(space, width, heads, width / heads)
-
-
-def test_rotary_heads_of_several_sizes_are_refused() -> None:
-    space = weft.Space()
+    with pytest.raises(SupernetError, match=r"whole number of head_dim, but with heads=3 it is 5.33333"):
+        Attention(space, 16, heads, 16 / heads)
     with pytest.raises(SupernetError, match=r"made for, 4, not 2, 4"):
         Attention(space, 8, 2, space.integer("size", [2, 4]), rotary=Rotary(4))
-    with pytest.raises(SupernetError, match=r"an even number of them, not 3$"):
-        Rotary(3)
-    with pytest.raises(SupernetError, match=r"an even number of them, not 4 and 3 frequencies"):
-        Rotary(4, frequencies=[1.0, 2.0, 3.0])
+    for arguments in ((3,), (4, [1.0, 2.0, 3.0])):
+        with pytest.raises(SupernetError, match="an even number"):
+            Rotary(arguments[0], frequencies=arguments[1] if arguments[1:] else None)

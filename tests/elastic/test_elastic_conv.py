@@ -7,9 +7,17 @@ from itertools import product
 
 import pytest
 import torch
-from elastic_law import any_mixture, chain_of, check_agree, check_law, draw, near, padded, saved, weighted_subnets
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from elastic_law import (
+    agrees_with_the_definition,
+    any_mixture,
+    chain_of,
+    check_law,
+    draw,
+    expected,
+    near,
+    padded,
+    saved,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -104,44 +112,13 @@ def test_a_convolution_keeps_the_law_for_every_pick(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_under_a_mixture_a_convolution_has_the_expectation_of_its_padded_weights(kind: str) -> None:
     space = make_space()
-    conv = make_conv(space, kind).double()
-    mixture = any_mixture(space, 3)
-    x = draw(2, conv.in_channels, 5, 6).requires_grad_()
-    weight, bias = torch.zeros_like(conv.weight), None if conv.bias is None else torch.zeros_like(conv.bias)
-    for chance, subnet in weighted_subnets(space, mixture, conv.sizes.names):
-        outputs, within, kernel = conv.sizes.of(subnet)
-        mask = padded(torch.ones(outputs, within, kernel, kernel, dtype=torch.float64), weight.shape)
-        weight = weight + chance * mask * conv.weight
-        if bias is not None and conv.bias is not None:
-            bias = bias + chance * padded(torch.ones(outputs, dtype=torch.float64), bias.shape) * conv.bias
-    wanted = F.conv2d(x, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
-    leaves = [x, *conv.parameters()]
-    check_agree((conv(x, mixture), leaves), (wanted, leaves), mixture, conv.sizes.names)
+    conv = make_conv(space, kind)
 
+    def literal(x: Tensor, mixture: Mixture) -> Tensor:
+        parts = expected(conv, space, mixture)
+        return F.conv2d(x, parts["weight"], parts.get("bias"), conv.stride, conv.padding, conv.dilation, conv.groups)
 
-@settings(max_examples=25, deadline=None)
-@given(
-    outputs=st.lists(st.integers(1, 6), min_size=1, max_size=3, unique=True),
-    inputs=st.lists(st.integers(1, 5), min_size=1, max_size=3, unique=True),
-    kernels=st.lists(st.sampled_from([1, 3, 5, 7]), min_size=1, max_size=3, unique=True),
-    stride=st.integers(1, 2),
-    dilation=st.integers(1, 2),
-    seed=st.integers(0, 100),
-)
-def test_any_convolution_under_any_mixture_is_linear_in_what_the_picks_give(
-    outputs: list[int], inputs: list[int], kernels: list[int], stride: int, dilation: int, seed: int
-) -> None:
-    """Of a linear layer the expected weight gives the expected output, padded with zeros."""
-    space = Space()
-    o, i, k = (space.integer(n, v) for n, v in (("o", outputs), ("i", inputs), ("k", kernels)))
-    conv = Conv2d(space, i, o, k, stride, dilation=dilation).double()
-    mixture = any_mixture(space, seed)
-    x = draw(2, conv.in_channels, 6, 5, seed=seed)
-    found = conv(x, mixture)
-    total = torch.zeros_like(found)
-    for chance, subnet in weighted_subnets(space, mixture):
-        total += chance.detach() * padded(conv(x[:, : int(subnet["i"])], subnet), found.shape)
-    near(found, total, 1e-10)
+    agrees_with_the_definition(conv, draw(2, conv.in_channels, 5, 6), space, literal)
 
 
 def test_the_mixed_convolution_saves_hardly_more_than_a_plain_one() -> None:
@@ -221,25 +198,23 @@ def test_a_batch_norm_keeps_the_law_for_every_pick(affine: bool, track: bool) ->
 @pytest.mark.parametrize("affine", [True, False])
 def test_under_a_mixture_a_batch_norm_has_the_expectation_of_what_the_picks_give(affine: bool, training: bool) -> None:
     space = make_space()
-    norm = make_norm(space, affine).double().train(training)
-    norm.momentum = 0.0  # so that the passes below leave the running statistics alone
-    mixture = any_mixture(space, 1)
-    x = draw(4, 6, 3, 3).requires_grad_()
-    found = norm(x, mixture)
-    wanted = torch.zeros_like(found)
-    for chance, subnet in zip(mixture["a"].unbind(), subnets(space, ("a",)), strict=True):
-        mask = padded(torch.ones(4, int(subnet["a"]), 3, 3, dtype=torch.float64), x.shape)
-        mean, var = (
-            (x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0)) if training else (norm.running_mean, norm.running_var)
-        )
-        assert mean is not None
-        assert var is not None
-        normal = (x - mean[:, None, None]) / (var[:, None, None] + norm.eps).sqrt()
-        if affine:
-            normal = normal * norm.weight[:, None, None] + norm.bias[:, None, None]
-        wanted = wanted + chance * mask * normal
-    leaves = [x, *norm.parameters()]
-    check_agree((found, leaves), (wanted, leaves), mixture, ("a",), 1e-9)
+    norm = make_norm(space, affine).train(training)
+    norm.momentum = 0.0  # so that the passes leave the running statistics alone
+
+    def literal(x: Tensor, mixture: Mixture) -> Tensor:
+        out = torch.zeros_like(x)
+        mean, var = x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0)
+        if not training:
+            mean, var = norm.running_mean, norm.running_var
+        for prob, subnet in zip(mixture["a"].unbind(), subnets(space, ("a",)), strict=True):
+            mask = padded(torch.ones(4, int(subnet["a"]), 3, 3, dtype=torch.float64), x.shape)
+            normal = (x - mean[:, None, None]) / (var[:, None, None] + norm.eps).sqrt()
+            if affine:
+                normal = normal * norm.weight[:, None, None] + norm.bias[:, None, None]
+            out = out + prob * mask * normal
+        return out
+
+    agrees_with_the_definition(norm, draw(4, 6, 3, 3), space, literal)
 
 
 def test_channels_that_a_forward_did_not_see_keep_their_statistics_when_it_is_folded() -> None:

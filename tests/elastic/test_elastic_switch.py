@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from elastic_law import any_mixture, chain_of, check_agree, check_law, draw, near, padded
+from elastic_law import agrees_with_the_definition, any_mixture, chain_of, check_law, draw, near, padded
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.elastic import Conv2d, Mixture, Module, Sequential, Switch, Zero
-from weft.engine.batch_stats import BatchStats
 from weft.errors import SpaceError, SupernetError
 from weft.space import Space
 from weft.supernet import extract
@@ -89,43 +88,36 @@ def test_the_plain_form_of_a_switch_holds_the_chosen_module_and_no_other() -> No
     assert torch.equal(extract(chain, subnet_of(space, "none"))(x), torch.zeros_like(x))
 
 
-def test_under_a_mixture_a_switch_gives_the_sum_of_all_by_their_probabilities() -> None:
+@pytest.mark.parametrize("entangled", [False, True])
+def test_under_a_mixture_a_switch_gives_the_sum_of_all_by_their_probabilities(entangled: bool) -> None:
+    """An entangled pair counts by the sum of its probabilities, with the weight expected of the pair."""
     space = make_space()
-    switch = make_switch(space).double()
-    mixture = any_mixture(space)
-    x = draw(3, 4, 5, 5).requires_grad_()
-    chances = mixture["op"]
-    wanted = chances[1] * x + chances[4] * F.max_pool2d(x, 3, 1, 1)
-    wanted = wanted + chances[2] * switch.candidates["conv1"](x) + chances[3] * switch.candidates["conv3"](x)
-    leaves = [x, *switch.parameters()]
-    check_agree((switch(x, mixture), leaves), (wanted, leaves), mixture, ["op"])
+    switch = make_switch(space, entangled=entangled)
+
+    def literal(x: Tensor, mixture: Mixture) -> Tensor:
+        probs = mixture["op"]
+        out = probs[1] * x + probs[4] * F.max_pool2d(x, 3, 1, 1)
+        if not entangled:
+            return out + probs[2] * switch.candidates["conv1"](x) + probs[3] * switch.candidates["conv3"](x)
+        relu, inner, norm = switch.candidates["conv1-conv3"]
+        centre = padded(torch.ones(4, 4, 1, 1, dtype=torch.float64), inner.weight.shape)
+        both = probs[2] + probs[3]
+        weight = (probs[2] * centre + probs[3]) / both * inner.weight
+        return out + both * norm(F.conv2d(relu(x), weight, padding=1))
+
+    agrees_with_the_definition(switch, draw(3, 4, 5, 5), space, literal)
 
 
-def test_an_entangled_pair_counts_by_the_sum_of_its_probabilities_with_the_weight_expected_of_the_pair() -> None:
-    space = make_space()
-    switch = make_switch(space, entangled=True).double()
-    mixture = any_mixture(space)
-    x = draw(3, 4, 5, 5).requires_grad_()
-    chances = mixture["op"]
-    relu, inner, norm = switch.candidates["conv1-conv3"]
-    centre = padded(torch.ones(4, 4, 1, 1, dtype=torch.float64), inner.weight.shape)
-    both = chances[2] + chances[3]
-    weight = (chances[2] * centre + chances[3]) / both * inner.weight
-    wanted = chances[1] * x + chances[4] * F.max_pool2d(x, 3, 1, 1) + both * norm(F.conv2d(relu(x), weight, padding=1))
-    leaves = [x, *switch.parameters()]
-    check_agree((switch(x, mixture), leaves), (wanted, leaves), mixture, ["op"])
-
-
-def test_an_entangled_pair_without_a_chance_counts_for_nothing_and_has_a_finite_gradient() -> None:
+def test_an_entangled_pair_without_probability_counts_for_nothing_and_has_a_finite_gradient() -> None:
     space = make_space()
     switch = make_switch(space, entangled=True)
-    chances = torch.tensor([0.25, 0.5, 0.0, 0.0, 0.25], requires_grad=True)
+    probs = torch.tensor([0.25, 0.5, 0.0, 0.0, 0.25], requires_grad=True)
     x = draw(3, 4, 5, 5, dtype=torch.float32)
-    out = switch(x, Mixture(space, {"op": chances, "width": torch.tensor([0.5, 0.5])}))
+    out = switch(x, Mixture(space, {"op": probs, "width": torch.tensor([0.5, 0.5])}))
     near(out, 0.5 * x + 0.25 * F.max_pool2d(x, 3, 1, 1), 1e-6)
     out.sum().backward()
-    assert chances.grad is not None
-    assert chances.grad.isfinite().all()
+    assert probs.grad is not None
+    assert probs.grad.isfinite().all()
 
 
 def test_the_first_part_of_the_channels_goes_through_and_the_rest_passes_by_then_all_are_shuffled() -> None:
@@ -157,33 +149,9 @@ def test_a_module_of_one_option_that_reads_the_choice_is_told_that_option() -> N
     mixture = any_mixture(space)
     x = draw(2, 4, 4, 4)
     wanted = torch.zeros_like(x)
-    for chance, op in zip(mixture["op"].unbind(), OPTIONS, strict=True):
-        wanted = wanted + chance * modules[op](x, subnet_of(space, op))
+    for prob, op in zip(mixture["op"].unbind(), OPTIONS, strict=True):
+        wanted = wanted + prob * modules[op](x, subnet_of(space, op))
     near(switch(x, mixture), wanted, 1e-12)
-
-
-def test_norms_of_modules_that_were_not_chosen_keep_their_statistics() -> None:
-    space = make_space()
-    switch = make_switch(space)
-    statistics = BatchStats("switch", switch, False)
-    before = {name: b.clone() for name, b in switch.named_buffers()}
-    x = draw(3, 4, 5, 5, dtype=torch.float32)
-    statistics.attach()
-    for op in ("conv3", "conv1", "conv1"):
-        switch(x, subnet_of(space, op))
-        statistics.fold(statistics.record(copy=True))
-    statistics.detach()
-    alone: dict[str, Tensor] = {}
-    for label, times in (("conv1", 2), ("conv3", 1)):
-        module = switch.candidates[label]
-        for name, buffer in module.named_buffers():
-            alone[f"candidates.{label}.{name}"] = buffer.clone()
-            buffer.copy_(before[f"candidates.{label}.{name}"])
-        for _ in range(times):
-            module(x)
-    for name, buffer in switch.named_buffers():
-        if buffer.is_floating_point():
-            near(alone[name], buffer, 1e-6, name)
 
 
 @pytest.mark.parametrize(
@@ -202,19 +170,16 @@ def test_a_switch_that_does_not_fit_its_choice_is_refused(
         Switch(make_space(), choice, modules)
 
 
-def test_a_switch_refuses_options_that_would_share_a_name() -> None:
-    space = Space()
-    choice = space.categorical("op", ["a.b", "a_b"])
-    with pytest.raises(SupernetError, match="two modules of the switch on 'op' would both be called 'a_b'"):
-        Switch(space, choice, {"a.b": nn.Identity(), "a_b": Zero()})
-
-
-def test_a_switch_is_on_a_choice_and_not_on_an_expression_or_a_real_number() -> None:
+def test_a_switch_is_on_one_choice_whose_options_have_names_of_their_own() -> None:
     space = make_space()
     space.real("rate", 0.0, 1.0)
+    choice = space.categorical("alike", ["a.b", "a_b"])
+    every = {op: Zero() for op in OPTIONS}
+    with pytest.raises(SupernetError, match="would both be called 'a_b'"):
+        Switch(space, choice, {"a.b": nn.Identity(), "a_b": Zero()})
     with pytest.raises(SupernetError, match="one choice"):
         Switch(space, 2 * space.handle("width"), {})
     with pytest.raises(SpaceError, match="real number"):
         Switch(space, "rate", {})
     with pytest.raises(SupernetError, match="partial=0"):
-        Switch(space, "op", {op: Zero() for op in OPTIONS}, partial=0)
+        Switch(space, "op", every, partial=0)

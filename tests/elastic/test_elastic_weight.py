@@ -57,57 +57,9 @@ def test_the_expected_weight_of_two_sizes_by_hand() -> None:
     assert torch.equal(out, torch.tensor([[4.0, 2.25]]))
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4), st.integers(0, 99))
-def test_the_expected_weight_and_its_gradients_are_those_of_the_definition(
-    height: int, width: int, rank: int, seed: int
-) -> None:
-    _, weight, _, rows, columns = parts(1, width, height, rank, seed)
-    gradient = draw(height, width, seed=seed + 9)
-    ours, theirs = expected_weight(weight, rows, columns), entrywise(weight, rows, columns)
+def agree(ours: Tensor, theirs: Tensor, asked: list[Tensor], seed: int = 0) -> None:
+    """The same values and gradients; what belongs to the graph is not written over."""
     near(ours, theirs, 1e-12)
-    for mine, other in zip(
-        torch.autograd.grad(ours, (weight, rows, columns), gradient),
-        torch.autograd.grad(theirs, (weight, rows, columns), gradient),
-        strict=True,
-    ):
-        near(mine, other, 1e-12)
-
-
-def test_a_weight_of_four_dimensions_counts_all_but_the_first_as_columns() -> None:
-    weight, rows, columns = draw(4, 3, 2, 2), draw(2, 4), draw(2, 12)
-    ours = expected_weight(weight, rows, columns)
-    near(ours, entrywise(weight.flatten(1), rows, columns).view(4, 3, 2, 2), 1e-12)
-    # A gradient that is not laid out as the weight is.
-    weight.requires_grad_()
-    other = draw(2, 2, 3, 4).permute(3, 2, 1, 0)
-    (mine,) = torch.autograd.grad(expected_weight(weight, rows, columns), weight, other)
-    near(mine, torch.einsum("sr,sc->rc", rows, columns).view(4, 3, 2, 2) * other, 1e-12)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.sampled_from(sorted(FORMS)),
-    st.integers(1, 4),
-    st.integers(1, 5),
-    st.integers(1, 5),
-    st.integers(1, 3),
-    st.booleans(),
-    st.sets(st.integers(0, 4), min_size=1),
-    st.integers(0, 99),
-)
-def test_both_forms_agree_with_the_definition_for_whatever_wants_a_gradient(
-    form: str, tokens: int, inputs: int, outputs: int, rank: int, biased: bool, wanted: set[int], seed: int
-) -> None:
-    given = parts(tokens, inputs, outputs, 1 if form == "scaled" else rank, seed)
-    for index, part in enumerate(given):
-        part.requires_grad_(index in wanted)
-    x, weight, bias, rows, columns = given
-    use = bias if biased else None
-    ours: Tensor = FORMS[form].apply(x, weight, use, rows, columns)
-    theirs = literal(x, weight, use, rows, columns)
-    near(ours, theirs, 1e-12)
-    asked = [part for part in given if part.requires_grad and (biased or part is not bias)]
     if not asked:
         return
     gradient = draw(*ours.shape, seed=seed + 9)
@@ -115,51 +67,64 @@ def test_both_forms_agree_with_the_definition_for_whatever_wants_a_gradient(
     mine = torch.autograd.grad(ours, asked, gradient)
     for one, other in zip(mine, torch.autograd.grad(theirs, asked, gradient, materialize_grads=True), strict=True):
         near(one, other, 1e-12)
-    assert torch.equal(gradient, kept)  # what belongs to the graph is not written over
+    assert torch.equal(gradient, kept)
 
 
-@pytest.mark.parametrize("entries", [1, 7, 16, 1 << 20])
-@pytest.mark.parametrize("rank", [1, 3])
-def test_weights_taken_in_pieces_of_any_size_give_the_same(
-    entries: int, rank: int, monkeypatch: pytest.MonkeyPatch
+PIECES = st.sampled_from([1, 7, 16, 1 << 20])
+"""How many entries of a weight are taken at once."""
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 6), st.sampled_from([1, 2]), st.integers(1, 4), PIECES, st.integers(0, 99))
+def test_the_expected_weight_and_its_gradients_are_those_of_the_definition(
+    height: int, width: int, kernel: int, rank: int, entries: int, seed: int
 ) -> None:
-    monkeypatch.setattr(passes, "_PIECE", entries)
-    given = parts(3, 5, 7, rank)
-    gradient = draw(2, 3, 7, seed=9)
-    ours, theirs = module._Masked.apply(*given), literal(*given)
-    near(ours, theirs, 1e-12)
-    for one, other in zip(
-        torch.autograd.grad(ours, given, gradient), torch.autograd.grad(theirs, given, gradient), strict=True
-    ):
-        near(one, other, 1e-12)
-    _, weight, _, rows, columns = given
-    ours, theirs = expected_weight(weight, rows, columns), entrywise(weight, rows, columns)
-    near(ours, theirs, 1e-12)
-    wanted = (weight, rows, columns)
-    for one, other in zip(
-        torch.autograd.grad(ours, wanted, gradient[0, :1].t() * weight),
-        torch.autograd.grad(theirs, wanted, gradient[0, :1].t() * weight),
-        strict=True,
-    ):
-        near(one, other, 1e-12)
+    """Of a weight of four dimensions all but the first count as columns."""
+    _, weight, _, rows, columns = parts(1, width * kernel**2, height, rank, seed)
+    shape = (height, width, kernel, kernel) if kernel > 1 else (height, width)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "_PIECE", entries)
+        ours = expected_weight(weight.view(shape), rows, columns)
+        agree(ours, entrywise(weight, rows, columns).view(shape), [weight, rows, columns], seed)
 
 
-@pytest.mark.parametrize("form", sorted(FORMS))
-@pytest.mark.parametrize("wanted", [{0, 1, 2, 3, 4}, {1, 4}, {3}, {0}])
-def test_a_weight_that_lies_transposed_in_memory_serves_as_well(form: str, wanted: set[int]) -> None:
-    given = parts(3, 5, 7, 1 if form == "scaled" else 3)
-    given[1] = given[1].detach().t().contiguous().requires_grad_()
-    for index, part in enumerate(given):
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(sorted(FORMS)),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+    st.sets(st.integers(0, 4), min_size=1),
+    PIECES,
+    st.integers(0, 99),
+)
+def test_both_forms_agree_with_the_definition_for_whatever_wants_a_gradient(
+    form: str,
+    tokens: int,
+    inputs: int,
+    outputs: int,
+    rank: int,
+    biased: bool,
+    transposed: bool,
+    wanted: set[int],
+    entries: int,
+    seed: int,
+) -> None:
+    """A weight may lie transposed in memory, and be taken in pieces of any size."""
+    leaves = parts(tokens, inputs, outputs, 1 if form == "scaled" else rank, seed)
+    if transposed:
+        leaves[1] = leaves[1].detach().t().contiguous()
+    for index, part in enumerate(leaves):
         part.requires_grad_(index in wanted)
-    x, turned, bias, rows, columns = given
-    ours, theirs = FORMS[form].apply(x, turned.t(), bias, rows, columns), literal(x, turned.t(), bias, rows, columns)
-    near(ours, theirs, 1e-12)
-    asked = [part for part in given if part.requires_grad]
-    gradient = draw(*ours.shape, seed=9)
-    for one, other in zip(
-        torch.autograd.grad(ours, asked, gradient), torch.autograd.grad(theirs, asked, gradient), strict=True
-    ):
-        near(one, other, 1e-12)
+    x, weight, bias, rows, columns = leaves
+    arguments = x, weight.t() if transposed else weight, bias if biased else None, rows, columns
+    asked = [part for part in leaves if part.requires_grad and (biased or part is not bias)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "_PIECE", entries)
+        agree(FORMS[form].apply(*arguments), literal(*arguments), asked, seed)
 
 
 @pytest.mark.parametrize("form", sorted(FORMS))
@@ -227,13 +192,6 @@ def test_under_autocast_outputs_and_gradients_have_the_dtypes_and_the_accuracy_o
 def distance(result: Tensor, truth: Tensor) -> float:
     result, truth = result.detach().double(), truth.detach().double()
     return float((result - truth).norm() / truth.norm())
-
-
-def test_factors_of_single_precision_serve_weights_of_double() -> None:
-    x, weight, bias, rows, columns = (part.detach() for part in parts(2, 4, 6, 2))
-    out = mixed_linear(x, weight, bias, rows.float(), columns.float())
-    assert out.dtype == torch.float64
-    near(out, literal(x, weight, bias, rows.float().double(), columns.float().double()), 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

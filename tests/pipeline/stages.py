@@ -200,7 +200,7 @@ class Begin(nn.Module):
 
 
 class Decode(nn.Module):
-    """Reads the memory (which every later block reads too, so its gradients come from many) and a side input."""
+    """Reads the memory (which every later block reads too, so its gradients come from many) and an extra input."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -222,13 +222,13 @@ class Finish(nn.Module):
 
 
 def encoder_decoder() -> Chain:
-    """A tuple travels: two tensors with gradients, integers, a mask of booleans; side inputs in the middle."""
+    """A tuple travels: two tensors with gradients, integers, a mask of booleans; extra inputs in the middle."""
     space = Space()
     return Chain(
         *[Choice(space, f"e{k}", {"s": lambda: Encode(4), "l": lambda: Encode(9)}) for k in range(2)],
         Shared(Begin, "begin"),
         *[
-            Choice(space, f"d{k}", {"s": lambda: Decode(0.5), "l": lambda: Decode(1.0)}, side=("weight",))
+            Choice(space, f"d{k}", {"s": lambda: Decode(0.5), "l": lambda: Decode(1.0)}, extra_inputs=("weight",))
             for k in range(2)
         ],
         Shared(Finish, "finish"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from threading import Barrier
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, fx, nn
+from plan_models import TRANSFORMERS, run_program, transformer
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import weft
@@ -21,33 +23,11 @@ from weft import zoo
 from weft.plan.capture import CapturedModel, capture
 from weft.plan.capture.rules.view import groups
 from weft.plan.runtime.local_ops import local_kernel
-from weft.plan.runtime.lowering import resolve_partials
 from weft.plan.runtime.program import CapturedProgram, ShardedCall, fill_operands, operands
 from weft.plan.runtime.random_ops import is_random
 from weft.plan.runtime.redistribute import MeshCollectives
-from weft.plan.sharding import PARTIAL, REPLICATED, Mesh, Placements, gradient_placements
+from weft.plan.sharding import PARTIAL, REPLICATED, Mesh, Placements, gradient_placements, without_partials
 from weft.utils.rng import generator, torch_seeded
-
-
-def placeholders(captured: CapturedModel, model: nn.Module, batch: Any) -> dict[str, Any]:
-    """A tensor for each placeholder of the program: parameters and buffers, constants, and the batch's tensors."""
-    own, state = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers(remove_duplicate=False))
-    return {
-        **{node: own[name] for node, name in captured.parameters.items()},
-        **{node: state[name] for node, name in captured.buffers.items()},
-        **captured.constants,
-        **{node: batch if isinstance(batch, Tensor) else batch[key] for node, key in captured.inputs.items()},
-    }
-
-
-def run_whole(captured: CapturedModel, model: nn.Module, batch: Any) -> dict[str, Any]:
-    """The value of every node, computed on one device."""
-    values = placeholders(captured, model, batch)
-    for node in captured.program.graph.nodes:
-        if node.op == "call_function":
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: values[source.name])
-            values[node.name] = node.target(*args, **kwargs)
-    return values
 
 
 class ThreadCollectives(MeshCollectives):
@@ -111,7 +91,7 @@ def in_parts(
     how, count, read = local_kernel(call), call.mesh.devices, list(operands([call.args, call.kwargs]))
     assert [each.tensor for each in operands([how.args, how.kwargs])] == [each.tensor for each in read]
     used = sorted(call.used_outputs)
-    laid = [resolve_partials(call.result_placements(n), n in how.whole) for n in used]
+    laid = [without_partials(call.result_placements(n)) if n in how.whole else call.result_placements(n) for n in used]
     slots: list[Any] = [None] * count
     barrier = Barrier(count)
 
@@ -177,9 +157,9 @@ def check(
     wrong: list[str] = []
     checked, program = 0, CapturedProgram(captured)
     held = {captured.values[name]: value for name, value in values.items() if name in captured.values}
-    for place, node in program.calls():
-        entry = captured.graph.operators[place]
-        plain = program.call(place, node, (REPLICATED,), Mesh((1,)))
+    for op, node in program.calls():
+        entry = captured.graph.operators[op]
+        plain = program.call(op, node, (REPLICATED,), Mesh((1,)))
         constants = fill_operands([plain.args, plain.kwargs], lambda operand: None)
         key = repr((entry.target, entry.dims, [read.tensor for read in entry.reads], entry.outputs, constants))
         if module not in ("", entry.module) or all(dim.parts == 1 for dim in entry.dims) or key in seen:
@@ -205,7 +185,7 @@ def check(
                 checked += 1
                 label = f"{entry.name} ({entry.target}) over {dim.name} in {count}"
                 try:
-                    results, backs = in_parts(program.call(place, node, (number,), Mesh((count,))), leaves, sent)
+                    results, backs = in_parts(program.call(op, node, (number,), Mesh((count,))), leaves, sent)
                 except Exception as problem:  # to run in parts not at all is as wrong as to run wrongly
                     wrong.append(f"{label}: {problem!r}")
                     continue
@@ -311,7 +291,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], set[str]
     "sorted": (lambda x: x.sort(1).values, (SHAPE,), {"a0", "a2"}),
     "largest": (lambda x: x.max(dim=1, keepdim=True), (SHAPE,), {"a0", "a2"}),
     "largest of all": (lambda x: x.max() * x, (SHAPE,), {"a0", "a1", "a2"}),
-    "place of the largest": (lambda x: x.argmax(1), (SHAPE,), {"a0", "a2"}),
+    "position of the largest": (lambda x: x.argmax(1), (SHAPE,), {"a0", "a2"}),
     "larger": (torch.maximum, (SHAPE, (6, 1)), {"a0", "a1", "a2"}),
     "log of a sum": (lambda x: x.logsumexp((0, 2)), (SHAPE,), {"a1"}),
     "variance": (lambda x: x.var(1), (SHAPE,), {"a0", "a2"}),
@@ -409,7 +389,7 @@ class Cases(nn.Module):
 def cases() -> tuple[CapturedModel, dict[str, Any]]:
     model, batch = Cases(), torch.zeros(1)
     captured = capture(model, batch)
-    return captured, run_whole(captured, model, batch)
+    return captured, run_program(captured, model, batch)
 
 
 def test_no_operator_of_the_cases_is_without_a_rule(cases: tuple[CapturedModel, dict[str, Any]]) -> None:
@@ -429,32 +409,30 @@ def test_an_operator_in_parts_is_the_operator(cases: tuple[CapturedModel, dict[s
     assert wrong == []
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_a_recurrent_layer_in_parts_is_the_layer(kind: Callable[..., nn.Module], batch_first: bool) -> None:
-    model = noisy(kind(6, 8, num_layers=2, bidirectional=True, batch_first=batch_first))
-    batch = torch.randn(4, 4, 6)
+class Steps(nn.Module):
+    """Two steps of a recurrent cell."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: Tensor) -> Any:
+        return self.cell(x[:, 1], self.cell(x[:, 0]))
+
+
+RECURRENT: list[tuple[Callable[[], nn.Module], int]] = [
+    *((partial(kind, 6, 8, 2, bidirectional=True), 1) for kind in (nn.LSTM, nn.GRU, nn.RNN)),
+    *((partial(kind, 6, 8, 2, batch_first=True), 1) for kind in (nn.LSTM, nn.GRU, nn.RNN)),
+    *((lambda kind=kind: Steps(kind(6, 8)), 2) for kind in (nn.LSTMCell, nn.GRUCell, nn.RNNCell)),
+]
+
+
+@pytest.mark.parametrize(("build", "count"), RECURRENT)
+def test_a_recurrent_layer_or_step_in_parts_is_the_layer_or_step(build: Callable[[], nn.Module], count: int) -> None:
+    model, batch = noisy(build()), torch.randn(4, 4, 6)
     captured = capture(model, batch)
-    assert [entry.dims[0].parts for entry in captured.graph.operators if entry.kind == "recurrent"] == [4]
-    checked, wrong = check(captured, run_whole(captured, model, batch))
-    assert checked
-    assert wrong == []
-
-
-@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
-def test_a_step_of_a_recurrent_layer_in_parts_is_the_step(kind: Callable[..., nn.Module]) -> None:
-    class Steps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = kind(6, 8)
-
-        def forward(self, x: Tensor) -> Any:
-            return self.cell(x[:, 1], self.cell(x[:, 0]))
-
-    model, batch = noisy(Steps()), torch.randn(4, 2, 6)
-    captured = capture(model, batch)
-    assert [entry.dims[0].parts for entry in captured.graph.operators if entry.kind == "recurrent"] == [4, 4]
-    checked, wrong = check(captured, run_whole(captured, model, batch))
+    assert [entry.dims[0].parts for entry in captured.graph.operators if entry.kind == "recurrent"] == [4] * count
+    checked, wrong = check(captured, run_program(captured, model, batch))
     assert checked
     assert wrong == []
 
@@ -480,64 +458,16 @@ def test_outermost_axes_of_a_group_are_cut_alike(factors: list[int], data: st.Da
         assert torch.equal(torch.cat(pieces, outs[0]), whole.view(after))
 
 
-LAYERS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-WORDS = {"vocab_size": 40, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-SHARED = {**LAYERS, **WORDS, "num_key_value_heads": 2}
-STAGES = {"hidden_sizes": [16, 32], "depths": [1, 1]}
-WINDOWS = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 1], "num_heads": [2, 4], "window_size": 4}
-MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "gpt2": ("GPT2", "LMHeadModel", {**WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}),
-    "bert": ("Bert", "ForMaskedLM", {**LAYERS, **WORDS}),
-    "llama": ("Llama", "ForCausalLM", SHARED),
-    "t5": (
-        "T5", "ForConditionalGeneration",
-        {**WORDS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4},
-    ),
-    "vit": ("ViT", "ForImageClassification", {**LAYERS, "image_size": 32, "patch_size": 8}),
-    "swin": ("Swin", "ForImageClassification", WINDOWS),
-    "convnext": ("ConvNext", "ForImageClassification", {**STAGES, "num_stages": 2}),
-    "resnet": ("ResNet", "ForImageClassification", {**STAGES, "embedding_size": 16}),
-    "mixtral": ("Mixtral", "ForCausalLM", {**SHARED, "num_local_experts": 4}),
-    "whisper": (
-        "Whisper", "ForConditionalGeneration",
-        {
-            **WORDS, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8,
-            "max_source_positions": 16, "max_target_positions": 16, "decoder_start_token_id": 1,
-        },
-    ),
-    "mamba": ("Mamba", "ForCausalLM", {**WORDS, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}),
-}  # fmt: skip
-
-
-def transformer(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """An unmodified model of transformers from a small configuration, in training, with a batch that has labels."""
-    transformers = pytest.importorskip("transformers")
-    stem, ending, values = MODELS[name]
-    with torch_seeded(name):
-        model = getattr(transformers, stem + ending)(getattr(transformers, f"{stem}Config")(**values))
-        words, labels, others = torch.randint(3, 40, (3, 4, 8)).unbind()
-        images, sound = torch.randn(4, 3, 32, 32), torch.randn(4, 8, 32)
-    batch: dict[str, Any] = {"input_ids": words, "labels": labels, "use_cache": False}
-    if ending == "ForImageClassification":
-        batch = {"pixel_values": images, "labels": torch.tensor([0, 1, 0, 1])}
-    elif ending == "ForMaskedLM":
-        batch = {"input_ids": words, "labels": labels, "attention_mask": torch.ones_like(words)}
-    elif ending == "ForConditionalGeneration":
-        entered = {"input_features": sound} if name == "whisper" else {"input_ids": words}
-        batch = {**entered, "decoder_input_ids": others, "labels": labels, "use_cache": False}
-    return noisy(model.train()), batch
-
-
 SEEN: set[str] = set()  # an operator that one model has like another is run in parts once
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TRANSFORMERS)
 def test_every_operator_of_a_model_of_transformers_in_parts_is_the_operator(name: str) -> None:
     model, batch = transformer(name)
+    noisy(model)
     captured = capture(model, batch)
     assert captured.graph.unknown == {}
-    checked, wrong = check(captured, run_whole(captured, model, batch), SEEN)
+    checked, wrong = check(captured, run_program(captured, model, batch), SEEN)
     assert checked
     assert wrong == []
 
@@ -551,6 +481,6 @@ def test_every_operator_of_a_subnet_of_the_zoo_in_parts_is_the_operator(name: st
     captured = capture(model, batch, loss=lambda output, batch: output.square().mean())
     assert captured.graph.unknown == {}
     assert captured.method == "export"
-    checked, wrong = check(captured, run_whole(captured, model, batch))
+    checked, wrong = check(captured, run_program(captured, model, batch))
     assert checked
     assert wrong == []

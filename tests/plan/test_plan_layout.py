@@ -31,38 +31,21 @@ def product(m: int, n: int, k: int) -> Operator:
     )
 
 
-def test_a_product_split_by_rows_columns_and_sums_lies_as_drawn_by_hand() -> None:
-    x, w = (read.tensor for read in product(8, 8, 8).reads)
-    y = product(8, 8, 8).outputs[0]
-    assert (operand_placements(x, (M,)), operand_placements(w, (M,)), result_placements(y, (M,))) == (
-        (0,),
-        (REPLICATED,),
-        (0,),
-    )
-    assert (operand_placements(x, (N,)), operand_placements(w, (N,)), result_placements(y, (N,))) == (
-        (REPLICATED,),
-        (1,),
-        (1,),
-    )
-    assert (operand_placements(x, (K,)), operand_placements(w, (K,)), result_placements(y, (K,))) == (
-        (1,),
-        (0,),
-        (PARTIAL,),
-    )
-    # A device that has its rows alone has its rows' part of the weights' gradient.
-    assert (gradient_placements(w, (M,)), gradient_placements(x, (M,))) == ((PARTIAL,), (0,))
-    assert gradient_placements(w, (REPLICATED,)) == (REPLICATED,)
-
-
 def test_only_equal_parts_are_splits() -> None:
     operator = Operator("x", "view", "view", (Dim("h", 768, 12), Dim.whole("d", 64)), (), ())
     assert set(splits(operator, Mesh((8,)))) == {(REPLICATED,)}
     assert set(splits(operator, Mesh((2, 6)))) == {(-1, -1), (-1, 0), (0, -1), (0, 0)}
     assert set(splits(operator, Mesh((4, 4)))) == {(-1, -1), (-1, 0), (0, -1)}
+    assert list(splits(operator, Mesh((1,)))) == [(REPLICATED,)]
 
 
-def test_a_mesh_axis_of_one_device_splits_nothing() -> None:
-    assert list(splits(product(4, 4, 4), Mesh((1,)))) == [(REPLICATED,)]
+def test_a_product_that_is_split_by_its_sums_gives_partial_sums() -> None:
+    operator = product(8, 8, 8)
+    x, w = (read.tensor for read in operator.reads)
+    assert (operand_placements(x, (K,)), operand_placements(w, (K,))) == ((1,), (0,))
+    assert result_placements(operator.outputs[0], (K,)) == (PARTIAL,)
+    # A device that has its rows alone has its rows' part of the weights' gradient.
+    assert (gradient_placements(w, (M,)), gradient_placements(x, (M,))) == ((PARTIAL,), (0,))
 
 
 @given(st.integers(1, 24), st.integers(1, 24), st.integers(1, 24), st.lists(st.integers(1, 4), min_size=1, max_size=3))
@@ -70,5 +53,5 @@ def test_parts_of_every_split_make_up_the_whole(m: int, n: int, k: int, sizes: l
     operator, mesh = product(m, n, k), Mesh(tuple(sizes))
     for split in splits(operator, mesh):
         for tensor in (*(read.tensor for read in operator.reads), *operator.outputs):
-            laid = result_placements(tensor, split)
-            assert math.prod(local_shape(tensor.shape, laid, mesh)) * shards(laid, mesh) == tensor.elements
+            found = result_placements(tensor, split)
+            assert math.prod(local_shape(tensor.shape, found, mesh)) * shards(found, mesh) == tensor.elements

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from pase import AS_PUBLISHED, CORRECTED, NETWORKS, Corrections, configurations, network, tables
+from pase import NETWORKS, Corrections, tables
 from pase.layers import Builder, Value
-from pase.network import Network, Vertex
+from pase.markov_chain import markov_chain
+from pase.network import Network
 
 from weft.errors import PlanError
+from weft.plan.solver import Problem, solve
 
 WORD = 5000.0  # FLOP a word of 8 bytes with the usual 10 TFLOP/s and 16 GB/s
 
@@ -28,43 +28,6 @@ def chain(*widths: int) -> Network:
     for width in widths[1:]:
         x = net.linear(x, width)
     return net.network("chain", 8, 1)
-
-
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(1, 40), st.integers(1, 4), st.data())
-def test_configurations_are_the_divisors_within_the_devices(
-    space: list[int], p: int, cutoff: int, data: st.DataObject
-) -> None:
-    whole = data.draw(st.sets(st.integers(0, len(space) - 1)))
-    vertex = Vertex("Elementwise", tuple(space), (), (), whole=tuple(whole))
-    each = []
-    for dim, size in enumerate(space):
-        fine = [n for n in range(1, size + 1) if size % n == 0 and size / n >= cutoff]
-        each.append([1] if dim in whole else fine or [1])
-    expected = [config for config in product(*each) if np.prod(config) <= p]
-    assert list(map(tuple, configurations(vertex, p, cutoff).tolist())) == expected
-
-
-def test_a_reshape_splits_a_dimension_only_behind_single_elements() -> None:
-    found = configurations(Vertex("Ravel", (4, 6, 2), (), ()), 16, 1).tolist()
-    assert found == [[1, 1, 1], [2, 1, 1], [4, 1, 1], [4, 2, 1], [4, 3, 1]]
-
-
-def test_a_dense_layer_by_hand() -> None:
-    unary, _, of = tables(chain(6, 4), 4)
-    serial = 3 * 8 * 4 * 6
-    assert unary[0][row(of, 0, 1, 1, 1)] == serial
-    assert unary[0][row(of, 0, 2, 1, 1)] == serial / 2 + WORD * 2 * 4 * 6 / 2  # weights summed
-    assert unary[0][row(of, 0, 1, 2, 1)] == serial / 2 + WORD * 2 * 8 * 6 / 2  # gradient of the input
-    assert unary[0][row(of, 0, 1, 1, 2)] == serial / 2 + WORD * 2 * 8 * 4 / 2  # partial sums
-
-
-def test_an_edge_by_hand() -> None:
-    _, pairs, of = tables(chain(6, 4, 2), 4)
-    table = pairs[0, 1]
-    assert table[row(of, 0, 2, 1, 1), row(of, 1, 2, 1, 1)] == 0  # stays
-    assert table[row(of, 0, 1, 4, 1), row(of, 1, 1, 1, 4)] == 0  # columns stay columns
-    assert table[row(of, 0, 4, 1, 1), row(of, 1, 1, 2, 1)] == 2 * WORD * (32 - 8)  # gathered
-    assert table[row(of, 0, 1, 1, 2), row(of, 1, 2, 1, 1)] == 2 * WORD * 16  # a copy cut: charged whole, as published
 
 
 def test_a_copy_that_is_cut_is_free_forward_once_corrected() -> None:
@@ -114,28 +77,17 @@ def test_parallel_tensors_are_all_counted_once_corrected() -> None:
 @pytest.mark.parametrize("name", ["edges", "gather", "batch_norm", "slices", "units"])
 def test_each_correction_changes_only_what_it_names(name: str) -> None:
     touched = {"edges": "transformer", "gather": "rnnlm", "batch_norm": "inception3"}.get(name, "alexnet")
-    shared_parameter_savings = {"edges": "rnnlm", "gather": "alexnet", "batch_norm": "transformer"}.get(name)
+    untouched = {"edges": "rnnlm", "gather": "alexnet", "batch_norm": "transformer"}.get(name)
     fix = Corrections(**{name: True})
-    for network_name, same in (
-        (touched, False),
-        *([(shared_parameter_savings, True)] if shared_parameter_savings else []),
-    ):
+    for network_name, same in ((touched, False), *([(untouched, True)] if untouched else [])):
         before, after = tables(network_name, 4), tables(network_name, 4, corrected=fix)
         unary = all((a == b).all() for a, b in zip(before[0], after[0], strict=True))
         pairs = all((before[1][pair] == after[1][pair]).all() for pair in before[1])
         assert (unary and pairs) == same
 
 
-def test_corrected_true_is_every_correction_and_false_is_none() -> None:
-    assert Corrections(True, True, True, True, True) == CORRECTED
-    assert Corrections() == AS_PUBLISHED
-    for corrected, fix in ((True, CORRECTED), (False, AS_PUBLISHED)):
-        ours, theirs = tables("alexnet", 8, corrected=corrected), tables("alexnet", 8, corrected=fix)
-        assert all((a == b).all() for a, b in zip(ours[0], theirs[0], strict=True))
-
-
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("p", [1, 3, 6, 12])
+@pytest.mark.parametrize("p", [1, 6])
 def test_any_number_of_devices_has_tables_without_holes(name: str, p: int) -> None:
     for corrected in (False, True):
         unary, pairs, of = tables(name, p, 24, corrected=corrected)
@@ -151,27 +103,22 @@ def test_any_number_of_devices_has_tables_without_holes(name: str, p: int) -> No
             assert (table >= 0).all()
 
 
-def test_data_parallelism_splits_the_batch_alone_and_moves_no_tensor() -> None:
-    _, pairs, of = tables("transformer", 8)
-    pick = of.data_parallel()
-    for vertex, configs, place in zip(of.network.vertices, of.configs, pick, strict=True):
-        assert configs[place, vertex.batch] == configs[place].prod() == 8
-    assert {float(table[pick[a], pick[b]]) for (a, b), table in pairs.items()} == {0.0}
-
-
-def test_the_large_transformer_doubles_width_heads_and_inner_width() -> None:
-    small, large = network("transformer"), network("transformer-large")
-    assert len(small.vertices) == len(large.vertices) == 204
-    assert large.vertices[2].space == (3, 64, 16, 256, 64, 1024)
-    assert large.vertices[10].space == (64, 256, 4096, 1024)
-
-
 def test_tables_of_equal_layers_are_one_and_cannot_be_written() -> None:
     unary, pairs, _ = tables("transformer", 4)
     assert unary[9] is unary[13]
     assert pairs[9, 10] is pairs[21, 22]
     with pytest.raises(ValueError, match="read-only"):
         unary[9][0] = 1
+
+
+def test_a_markov_chain_is_never_below_the_optimum_and_its_history_only_falls() -> None:
+    unary, pairs, _ = tables("alexnet", 4)
+    problem = Problem(tuple(unary), pairs)
+    walk = markov_chain(problem, 0.2, seed=1)
+    assert problem.cost(walk.pick) == pytest.approx(walk.cost) == pytest.approx(walk.history[-1][1])
+    assert walk.cost >= solve(problem).cost - 1e-9
+    assert all(after < before for (_, before), (_, after) in pairwise(walk.history))
+    assert walk.proposals > 0
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -19,7 +19,7 @@ import weft
 from weft.cli.plan import show_plan
 from weft.errors import PlanError
 from weft.hardware.machine import machine
-from weft.plan import Machine, Plan
+from weft.plan import Plan
 from weft.plan.capture import CapturedModel, capture
 from weft.plan.configurations import parallel_configs, solve_config
 from weft.plan.costs import TrainingSpec
@@ -70,7 +70,13 @@ def captured() -> CapturedModel:
         return capture(Net(), torch.zeros(BATCH, LENGTH, dtype=torch.long), loss=loss)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3, 4, 6, 8, 12])
+@pytest.fixture(scope="module")
+def flat(captured: CapturedModel) -> dict[str, object]:
+    """A plan on a mesh of one axis, as it is saved."""
+    return plan_captured(captured, "2080ti", devices=4, stages=1, mesh=(4,), compare=False).to_json()
+
+
+@pytest.mark.parametrize("devices", [1, 2, 6, 8])
 def test_a_plan_is_no_slower_than_what_it_is_compared_with(captured: CapturedModel, devices: int) -> None:
     made = plan_captured(captured, "2080ti", devices=devices, stages=1)
     assert made.mesh.devices == devices
@@ -82,12 +88,12 @@ def test_a_plan_is_no_slower_than_what_it_is_compared_with(captured: CapturedMod
 
 
 def test_more_devices_are_never_slower(captured: CapturedModel) -> None:
-    steps = [plan_captured(captured, "a100", devices=n, compare=False).cost.step_time for n in range(1, 14)]
+    steps = [plan_captured(captured, "a100", devices=n, compare=False).cost.step_time for n in (1, 2, 4, 7, 8, 13)]
     assert steps == sorted(steps, reverse=True)
-    assert steps[6] < 0.9 * steps[3]  # a batch of 48 is not divided among 7
+    assert steps[3] < 0.9 * steps[2]  # a batch of 48 is not divided among 7
 
 
-def test_devices_that_nothing_can_be_divided_among_are_idle_and_told_so(
+def test_devices_that_nothing_can_be_divided_among_are_reported_as_unused(
     captured: CapturedModel, tmp_path: Path
 ) -> None:
     made = plan_captured(captured, "a100", devices=7)
@@ -110,7 +116,7 @@ def test_stages_need_not_divide_the_batch(captured: CapturedModel, stages: int) 
 
 
 @pytest.mark.parametrize("memory", ["80GiB", "900MiB", "330MiB"])
-def test_no_way_that_was_left_out_is_faster(captured: CapturedModel, memory: str) -> None:
+def test_no_configuration_that_was_left_out_is_faster(captured: CapturedModel, memory: str) -> None:
     made = plan_captured(captured, "2080ti", devices=4, memory=memory, compare=False)
     found, limit = machine("2080ti"), parse_bytes(memory)
     steps = []
@@ -130,7 +136,7 @@ def test_weft_plan_takes_a_model_as_it_is() -> None:
 def test_less_memory_gives_a_plan_that_keeps_it(captured: CapturedModel) -> None:
     free = plan_captured(captured, "a100", devices=4, compare=False)
     steps = [free.cost.step_time]
-    for part in (0.7, 0.5, 0.3):
+    for part in (0.7, 0.4):
         limit = part * free.cost.memory
         made = plan_captured(captured, "a100", devices=4, memory=limit, compare=False)
         assert made.cost.memory <= limit
@@ -150,18 +156,7 @@ def test_too_little_memory_is_refused_with_what_is_missing_and_what_would_do(cap
         plan_captured(captured, "a100", devices=1, memory=10)
 
 
-def test_stages_share_the_memory_of_a_model_that_one_device_cannot_hold(captured: CapturedModel) -> None:
-    whole = plan_captured(captured, "a100", devices=4, stages=1, mesh=(4,), compare=False)
-    made = plan_captured(captured, "a100", devices=4, stages=4, microbatches=8, compare=False)
-    assert made.stages == 4
-    assert made.mesh.devices == 1
-    assert made.cost.bubble > 0
-    assert made.cost.parameters < whole.cost.parameters or made.cost.memory < whole.cost.memory
-    order = [made.stage[p] for p, o in enumerate(made.graph.operators) if o.reads and o.outputs[0].gradient]
-    assert order == sorted(order)
-
-
-@pytest.mark.parametrize(("stages", "part"), [(2, 1.0), (4, 1.0), (2, 0.7), (4, 0.7)])
+@pytest.mark.parametrize(("stages", "part"), [(2, 0.7), (4, 1.0), (4, 0.7)])
 def test_a_plan_of_several_stages_keeps_the_memory_and_is_above_its_bound(
     captured: CapturedModel, stages: int, part: float
 ) -> None:
@@ -171,27 +166,20 @@ def test_a_plan_of_several_stages_keeps_the_memory_and_is_above_its_bound(
     assert made.cost.memory <= part * free.cost.memory
     assert made.cost.step_time >= made.cost.lower_bound
     assert free.cost.lower_bound * (1 - 1e-9) <= made.cost.step_time
+    assert made.cost.bubble > 0
+    order = [made.stage[op] for op, o in enumerate(made.graph.operators) if o.reads and o.outputs[0].gradient]
+    assert (made.stages, made.mesh.devices * stages, order) == (stages, 4, sorted(order))
 
 
-def test_a_number_of_bytes_is_a_limit_where_it_may_be_one(captured: CapturedModel) -> None:
-    limit = 2**33
-    made = [
-        plan_captured(captured, devices=2, memory=m, compare=False) for m in (limit, str(limit), "8GiB", "8388608KiB")
-    ]
-    assert {plan.memory_limit for plan in made} == {limit}
-
-
-def test_what_the_user_keeps_is_kept(captured: CapturedModel) -> None:
+def test_constraints_are_kept(captured: CapturedModel) -> None:
     made = plan_captured(
         captured, "2080ti", devices=4, stages=1, constraints={"head": "replicated", "layers.*.up": "n"}, compare=False
     )
-    for place, operator in enumerate(made.graph.operators):
+    for op, operator in enumerate(made.graph.operators):
         if operator.module == "head":
-            assert set(made.names(place)) == {"-"}
+            assert set(made.names(op)) == {"-"}
         if operator.module.endswith(".up"):
-            assert set(made.names(place)) <= {"-", "n"}
-    with pytest.raises(PlanError, match=r"no module or operator is called 'heat'; did you mean 'head'\?"):
-        plan_captured(captured, devices=4, constraints={"heat": "replicated"})
+            assert set(made.names(op)) <= {"-", "n"}
 
 
 def test_a_saved_plan_is_loaded_edited_and_priced_anew(captured: CapturedModel, tmp_path: Path) -> None:
@@ -207,14 +195,6 @@ def test_a_saved_plan_is_loaded_edited_and_priced_anew(captured: CapturedModel, 
     file.write_text(json.dumps(values))
     edited = load_captured(file, captured, compare=False)
     assert edited.cost.step_time > made.cost.step_time
-    values["splits"][name] = ["nonsense"] * len(made.mesh.sizes)
-    file.write_text(json.dumps(values))
-    with pytest.raises(PlanError, match=f"'{name}' has no dimension 'nonsense'"):
-        load_captured(file, captured)
-    del values["mesh"]
-    file.write_text(json.dumps(values))
-    with pytest.raises(PlanError, match="is no plan: it lacks mesh"):
-        load_captured(file, captured)
 
 
 @pytest.mark.parametrize(
@@ -226,27 +206,21 @@ def test_a_saved_plan_is_loaded_edited_and_priced_anew(captured: CapturedModel, 
         ({"microbatches": 0}, r"is no plan: Expected `int` >= 1 - at `\$.microbatches`"),
         ({"splits": []}, r"is no plan: Expected `object`, got `array` - at `\$.splits`"),
         ({"format": 0}, "has format 0, and format 1 is read here"),
+        (
+            {"splits": {"p_embed_weight": ["-", "-"]}},
+            "the mesh 4 takes 1, one for each axis",
+        ),
+        ({"splits": {"p_embed_weight": ["nonsense"]}}, "'p_embed_weight' has no dimension 'nonsense'"),
+        ({"splits": {}}, "says nothing of 'p_embed_weight'"),
+        ({"splits": {"other": ["-"]}}, "the plan splits 'other', which the model has not"),
+        ({"mesh": None}, r"is no plan: Expected `array`, got `null`"),
     ],
 )
-def test_an_edited_plan_that_is_none_is_told_what_is_wrong(
-    captured: CapturedModel, edit: dict[str, object], message: str
+def test_an_edited_plan_that_is_none_is_refused_with_what_is_wrong(
+    captured: CapturedModel, flat: dict[str, object], edit: dict[str, object], message: str
 ) -> None:
-    made = plan_captured(captured, "2080ti", devices=4, stages=1, compare=False)
     with pytest.raises(PlanError, match=message):
-        load_captured({**made.to_json(), **edit}, captured)
-
-
-def test_a_split_of_another_number_of_axes_is_told_so(captured: CapturedModel) -> None:
-    found = plan_captured(captured, "2080ti", devices=4, stages=1, mesh=(4,), compare=False).to_json()
-    name = next(iter(found["splits"]))
-    found["splits"][name] = ["-", "-"]
-    with pytest.raises(PlanError, match=rf"'{name}' is split as \['-', '-'\]: the mesh 4 takes 1, one for each axis"):
-        load_captured(found, captured)
-
-
-def test_a_dimension_that_a_kept_module_has_not_is_refused(captured: CapturedModel) -> None:
-    with pytest.raises(PlanError, match=r"'head' has no dimension 'z': it has .*n"):
-        plan_captured(captured, devices=4, constraints={"head": "n,z"})
+        load_captured({**flat, **edit}, captured)
 
 
 def test_what_no_cut_divides_is_what_each_device_needs_at_least() -> None:
@@ -272,6 +246,8 @@ def test_what_no_cut_divides_is_what_each_device_needs_at_least() -> None:
         ({"devices": 4, "optimizer": "adamm"}, "unknown optimizer 'adamm'; did you mean 'adam'"),
         ({"devices": 4, "overlap": 2.0}, "no option 'overlap'"),
         ({"devices": 4, "keep": {}}, "is now 'constraints'"),
+        ({"devices": 4, "constraints": {"heat": "replicated"}}, "no module or operator is called 'heat'; did you mean"),
+        ({"devices": 4, "constraints": {"head": "n,z"}}, r"'head' has no dimension 'z': it has .*n"),
         ({"devices": 4, "machine": "h1000"}, "h1000"),
         ({"devices": 4, "dtype": "float8"}, "no peak for 'float8'"),
     ],
@@ -282,7 +258,7 @@ def test_what_cannot_be_is_refused(captured: CapturedModel, options: dict[str, o
 
 
 def test_more_devices_than_the_machine_has_are_refused(captured: CapturedModel) -> None:
-    found: Machine = machine("h100")
+    found = machine("h100")
     small = replace(found, levels=(replace(found.levels[0], devices=2),))
     with pytest.raises(PlanError, match="has 2 devices, and 4 are asked for"):
         plan_captured(captured, small, devices=4)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -25,134 +27,93 @@ class Net(nn.Module):
         return seen.amax(-1).square().sum(-1).view(8)
 
 
-def captured() -> CapturedModel:
+@pytest.fixture(scope="module")
+def net() -> CapturedModel:
     return capture(Net(), torch.randn(4, 6, 8))
-
-
-def place_of(net: CapturedModel, name: str) -> int:
-    return next(place for place, each in enumerate(net.graph.operators) if each.name == name)
 
 
 def strategy(net: CapturedModel, mesh: Mesh, chosen: dict[int, OpSplit] | None = None) -> ShardingStrategy:
     whole = (REPLICATED,) * len(mesh.sizes)
-    return ShardingStrategy(mesh, tuple((chosen or {}).get(place, whole) for place in range(len(net.graph))))
+    return ShardingStrategy(mesh, tuple((chosen or {}).get(op, whole) for op in range(len(net.graph))))
 
 
-def with_operator(net: CapturedModel, place: int, operator: Operator) -> CapturedModel:
-    operators = (*net.graph.operators[:place], operator, *net.graph.operators[place + 1 :])
+def split_by(net: CapturedModel, name: str, dim: str) -> list[str]:
+    """What is said of a strategy that splits one dimension of one operator in two."""
+    op = net.op_index[name]
+    number = next(number for number, each in enumerate(net.graph.operators[op].dims) if each.name == dim)
+    return unsupported(net, strategy(net, Mesh((2,)), {op: (number,)}))
+
+
+def changed(net: CapturedModel, name: str, change: Callable[[Operator], Operator]) -> CapturedModel:
+    op = net.op_index[name]
+    operators = (*net.graph.operators[:op], change(net.graph.operators[op]), *net.graph.operators[op + 1 :])
     return replace(net, graph=replace(net.graph, operators=operators))
 
 
-def dim(net: CapturedModel, place: int, name: str) -> int:
-    return next(number for number, each in enumerate(net.graph.operators[place].dims) if each.name == name)
-
-
-def all_free(net: CapturedModel, place: int) -> CapturedModel:
+def all_free(operator: Operator) -> Operator:
     """As if the operator's rule let all its dimensions be split."""
-    operator = net.graph.operators[place]
-    return with_operator(
-        net, place, replace(operator, dims=tuple(Dim.free(each.name, each.size) for each in operator.dims))
-    )
+    return replace(operator, dims=tuple(Dim.free(each.name, each.size) for each in operator.dims))
 
 
-def test_computing_everything_on_every_device_can_always_be_run() -> None:
-    net = captured()
+def last_dim(net: CapturedModel, name: str) -> str:
+    operator = net.graph.operators[net.op_index[name]]
+    return operator.dims[operator.reads[0].tensor.dims[-1] or 0].name
+
+
+def test_what_leaves_an_equal_part_for_every_device_can_be_run(net: CapturedModel) -> None:
     assert unsupported(net, strategy(net, Mesh((2,)))) == []
     assert unsupported(net, strategy(net, Mesh((5, 3, 2)))) == []
+    for dim in ("m0", "n", "k"):
+        assert split_by(net, "linear", dim) == []
 
 
-def test_a_split_that_leaves_a_part_for_every_device_can_be_run() -> None:
-    net = captured()
-    place = place_of(net, "linear")
-    for name in ("m0", "n", "k"):
-        assert unsupported(net, strategy(net, Mesh((2,)), {place: (dim(net, place, name),)})) == []
+@pytest.mark.parametrize(
+    ("mesh", "split", "reason"),
+    [
+        (Mesh((2, 0)), (-1, -1), "a mesh of 2x0 has an axis without devices"),
+        (Mesh((2, 2)), (0,), "operator 'linear' (aten.linear.default): the split (0,) has 1 entries for the 2 axes"),
+        (Mesh((2,)), (9,), "operator 'linear' (aten.linear.default): the split (9,) names dimension 9 of 4"),
+        (Mesh((4,)), (1,), "operator 'linear' (aten.linear.default): 'm1' cannot be split into 4 equal parts"),
+    ],
+    ids=str,
+)
+def test_a_split_that_is_none_is_refused(net: CapturedModel, mesh: Mesh, split: OpSplit, reason: str) -> None:
+    (found,) = unsupported(net, strategy(net, mesh, {net.op_index["linear"]: split}))
+    assert found.startswith(reason)
 
 
-def test_a_strategy_for_another_graph_is_refused() -> None:
-    net = captured()
+def test_every_operator_with_a_wrong_split_is_named_and_another_graph_refused(net: CapturedModel) -> None:
+    chosen = {net.op_index["linear"]: (1,), net.op_index["square"]: (2,)}
+    assert len(unsupported(net, strategy(net, Mesh((4,)), chosen))) == 2
     short = ShardingStrategy(Mesh((2,)), ((REPLICATED,),) * 3)
     assert unsupported(net, short) == [f"the strategy has 3 splits for the {len(net.graph)} operators of 'Net'"]
 
 
-def test_a_mesh_axis_without_devices_is_refused() -> None:
-    net = captured()
-    assert unsupported(net, strategy(net, Mesh((2, 0)))) == ["a mesh of 2x0 has an axis without devices"]
-
-
-def test_a_split_with_too_few_entries_is_refused() -> None:
-    net = captured()
-    place = place_of(net, "linear")
-    (reason,) = unsupported(net, strategy(net, Mesh((2, 2)), {place: (0,)}))
-    assert (
-        reason == "operator 'linear' (aten.linear.default): the split (0,) has 1 entries for the 2 axes of the mesh 2x2"
-    )
-
-
-def test_a_split_of_a_dimension_that_is_not_there_is_refused() -> None:
-    net = captured()
-    place = place_of(net, "linear")
-    (reason,) = unsupported(net, strategy(net, Mesh((2,)), {place: (9,)}))
-    assert reason == "operator 'linear' (aten.linear.default): the split (9,) names dimension 9 of 4"
-
-
-def test_a_split_that_does_not_divide_is_refused_for_every_operator_that_has_one() -> None:
-    net = captured()
-    linear, square = place_of(net, "linear"), place_of(net, "square")
-    chosen = {linear: (dim(net, linear, "m1"),), square: (2,)}
-    reasons = unsupported(net, strategy(net, Mesh((4,)), chosen))
-    assert len(reasons) == 2
-    assert reasons[0].startswith("operator 'linear' (aten.linear.default): 'm1' cannot be split into 4 equal parts")
-
-
-def test_parts_whose_results_do_not_add_up_are_refused() -> None:
-    net = captured()
-    place = place_of(net, "amax")
-    net = all_free(net, place)
-    last = net.graph.operators[place].reads[0].tensor.dims[-1]
-    assert last is not None
-    (reason,) = unsupported(net, strategy(net, Mesh((2,)), {place: (last,)}))
-    assert reason.startswith("operator 'amax' (aten.amax.default): the results of parts of ")
-    assert reason.endswith("do not add up to the whole")
-
-
-def test_parts_of_the_queries_of_causal_attention_are_refused() -> None:
-    net = captured()
-    place = place_of(net, "scaled_dot_product_attention")
-    net = all_free(net, place)
-    (reason,) = unsupported(net, strategy(net, Mesh((2,)), {place: (dim(net, place, "q"),)}))
+def test_parts_that_do_not_make_up_the_result_are_refused(net: CapturedModel) -> None:
+    (reason,) = split_by(changed(net, "amax", all_free), "amax", last_dim(net, "amax"))
+    assert "do not add up to the whole" in reason
+    attention = "scaled_dot_product_attention"
+    (reason,) = split_by(changed(net, attention, all_free), attention, "q")
     assert "the mask is causal" in reason
-    assert unsupported(net, strategy(net, Mesh((2,)), {place: (dim(net, place, "h"),)})) == []
+    assert split_by(changed(net, attention, all_free), attention, "h") == []
 
+    def alike(operator: Operator) -> Operator:  # as if each output had the axis along which the tensor is taken apart
+        axes = operator.reads[0].tensor.dims
+        return replace(all_free(operator), outputs=tuple(replace(each, dims=axes) for each in operator.outputs))
 
-def test_a_draw_that_cannot_be_cut_is_refused() -> None:
-    net = capture(nn.LSTM(4, 4, num_layers=2, dropout=0.5, batch_first=True).train(), torch.randn(4, 6, 4))
-    place = place_of(net, "lstm")
-    (reason,) = unsupported(net, strategy(net, Mesh((2,)), {place: (dim(net, place, "b"),)}))
-    assert reason == "operator 'lstm' (aten.lstm.input): it draws at random, and its draw cannot be cut"
-    assert unsupported(net, strategy(net, Mesh((2,)))) == []
-
-
-def test_a_kernel_that_does_not_take_parts_is_refused() -> None:
-    net = captured()
-    place = place_of(net, "split")
-    net = all_free(net, place)
-    operator = net.graph.operators[place]
-    last = operator.reads[0].tensor.dims[-1]
-    assert last is not None
-    # As if each output had the axis along which the tensor is taken apart.
-    outputs = tuple(replace(each, dims=operator.reads[0].tensor.dims) for each in operator.outputs)
-    net = with_operator(net, place, replace(operator, outputs=outputs))
-    (reason,) = unsupported(net, strategy(net, Mesh((2,)), {place: (last,)}))
+    (reason,) = split_by(changed(net, "split", alike), "split", last_dim(net, "split"))
     assert "its part has the shape" in reason
 
 
+def test_a_draw_that_cannot_be_cut_is_refused() -> None:
+    lstm = capture(nn.LSTM(4, 4, num_layers=2, dropout=0.5, batch_first=True).train(), torch.randn(4, 6, 4))
+    (reason,) = split_by(lstm, "lstm", "b")
+    assert "it draws at random, and its draw cannot be cut" in reason
+    assert unsupported(lstm, strategy(lstm, Mesh((2,)))) == []
+
+
 def test_an_operator_that_works_in_place_is_refused() -> None:
-    net = captured()
-    node = next(node for node in net.program.graph.nodes if node.name == "square")
-    before = node.target
-    node.target = torch.ops.aten.square_.default
-    try:
-        (reason,) = unsupported(net, strategy(net, Mesh((2,))))
-        assert reason.endswith("it changes its operands in place, and parts of them are copies")
-    finally:
-        node.target = before
+    own = capture(Net(), torch.randn(4, 6, 8))
+    next(node for node in own.program.graph.nodes if node.name == "square").target = torch.ops.aten.square_.default
+    (reason,) = unsupported(own, strategy(own, Mesh((2,))))
+    assert "it changes its operands in place" in reason

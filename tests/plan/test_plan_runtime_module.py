@@ -3,255 +3,74 @@
 from __future__ import annotations
 
 import copy
+import os
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from plan_models import (
+    ADDS_UP,
+    ROWS,
+    SEED,
+    Expected,
+    captured,
+    expected,
+    forward_backward,
+    made,
+    on_processes,
+    same,
+    same_after_a_step,
+    same_gradients,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing import start_processes
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 from weft.errors import PlanError
+from weft.plan import Plan
 from weft.plan.capture import CapturedModel, capture
 from weft.plan.graph import PARAMETER, Dim, Operator
-from weft.plan.redistribution import gathered_again
+from weft.plan.planner import plan_captured
+from weft.plan.redistribution import gathered_again, gathered_bytes
 from weft.plan.runtime import ParallelModule, StepOptions, parallelize
-from weft.plan.runtime.redistribute import MeshCollectives
-from weft.plan.sharding import REPLICATED, Mesh, OpSplit, ShardingStrategy, splits
+from weft.plan.runtime.apply import transfer_splits
+from weft.plan.runtime.redistribute import MeshCollectives, ReshardAfterForward
+from weft.plan.sharding import REPLICATED, Mesh, OpSplit, ShardingStrategy, operand_placements, splits
 from weft.utils.rng import generator
 
-SEED = 5
+Ready = tuple[CapturedModel, ShardingStrategy, tuple[int | None, ...]]
 
 
-class Perceptron(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 4))
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.frozen = nn.Parameter(torch.linspace(0.5, 2, 4), requires_grad=False)
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        scores = self.layers(x) * self.scale * self.frozen
-        return functional.cross_entropy(scores, y), scores
-
-
-class Pictures(nn.Module):
-    """Convolutions, plain and grouped, batch normalisation in training, dropout, and a mean over a cut axis."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.grouped, self.other = nn.Conv2d(8, 8, 3, padding=1, groups=4), nn.BatchNorm2d(8, momentum=0.3)
-        self.up, self.head = nn.ConvTranspose2d(8, 12, 2, stride=2), nn.Linear(12, 4)
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        h = functional.relu(self.norm(self.first(x)), inplace=True)
-        h = h + functional.relu(self.other(self.grouped(functional.max_pool2d(h, 2).repeat(1, 1, 2, 2))))
-        h = functional.dropout(self.up(functional.avg_pool2d(h, 2)), 0.2).mean((2, 3))
-        scores = self.head(h)
-        return functional.cross_entropy(scores, y, label_smoothing=0.1), scores
-
-
-class Attending(nn.Module):
-    def __init__(self, width: int = 16, heads: int = 4) -> None:
-        super().__init__()
-        self.heads = heads
-        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, s, d = x.shape
-        q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(self.before(x)).split(d, -1))
-        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1)
-        x = x + self.out(seen.transpose(1, 2).reshape(b, s, d))
-        return x + self.narrow(functional.gelu(self.wide(self.after(x))))
-
-
-class Text(nn.Module):
-    """A transformer whose embedding is its output layer too; some labels are ignored, most of them in one row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.place = nn.Embedding(16, 16), nn.Parameter(torch.randn(8, 16) * 0.1)
-        self.blocks, self.norm = nn.Sequential(Attending(), Attending()), nn.LayerNorm(16)
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        scores = self.norm(self.blocks(functional.dropout(self.embed(x) + self.place, 0.1))) @ self.embed.weight.t()
-        return functional.cross_entropy(scores.flatten(0, 1), y.flatten(), ignore_index=3), scores
-
-
-class Odds(nn.Module):
-    """What the other models lack: recurrent layers, group norm, noise, losses of many kinds, axes of one when cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.gru = nn.LSTM(8, 12, 2, batch_first=True), nn.GRU(12, 8)
-        self.group, self.depth = nn.GroupNorm(2, 8), nn.Conv1d(8, 16, 3, padding=1, groups=8)
-        self.weight, self.shift = nn.Parameter(torch.randn(16, 6) * 0.3), nn.Parameter(torch.randn(4, 1, 6))
-        self.register_buffer("classes", torch.linspace(0.5, 2, 6))
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.gru(self.lstm(x)[0].transpose(0, 1))[0].permute(1, 2, 0)
-        h = self.depth(self.group(h) + torch.rand_like(h) * 0.1).unflatten(1, (4, 4)).flatten(1, 2)
-        h = torch.einsum("ncs,cd->nsd", h, self.weight)
-        h = torch.baddbmm(self.shift, h, torch.eye(6).expand(4, 6, 6)) + h.select(1, 0).unsqueeze(1)
-        h = h * torch.bernoulli(h.detach(), 0.8) * torch.bernoulli(h.detach().sigmoid()) + torch.cat(
-            [h[:, 2:], h[:, :2]], 1
-        ).roll(1, -1).masked_fill(h > 1, 0.5)
-        rows = h.flatten(0, 1)
-        likely = functional.log_softmax(rows, -1)
-        aim = functional.one_hot(y.flatten(), 6).float()
-        loss = functional.cross_entropy(rows, y.flatten(), weight=self.classes, ignore_index=1)
-        loss = loss + torch.ops.aten.nll_loss_forward(likely, y.flatten(), None, 1, 2)[0]
-        loss = loss + functional.mse_loss(rows, aim) + functional.smooth_l1_loss(rows, aim, reduction="sum") / 10
-        loss = loss + functional.binary_cross_entropy_with_logits(rows, aim) + functional.cross_entropy(rows, aim)
-        loss = loss + h.amax(-1).mean() + h.var(0).mean() + h.mean(0, keepdim=True).squeeze().square().sum()
-        return loss, h
-
-
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    size = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 16, "vocab_size": 64}
-    return GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))
-
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    size = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 16}
-    return LlamaForCausalLM(LlamaConfig(**heads, **size, vocab_size=64))
-
-
-def _labels(*shape: int, classes: int) -> Tensor:
-    labels = torch.randint(0, classes, shape)
-    labels[0, 1:] = 3
-    return labels
-
-
-def _text() -> dict[str, Any]:
-    return {"input_ids": torch.randint(0, 64, (4, 8)), "labels": torch.randint(0, 64, (4, 8)), "use_cache": False}
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
-    "perceptron": (Perceptron, lambda: (torch.randn(8, 8), torch.randint(0, 4, (8,)))),
-    "pictures": (Pictures, lambda: (torch.randn(8, 4, 8, 8), torch.randint(0, 4, (8,)))),
-    "text": (Text, lambda: (torch.randint(0, 16, (4, 8)), _labels(4, 8, classes=16))),
-    "odds": (Odds, lambda: (torch.randn(4, 6, 8), torch.randint(0, 6, (4, 6)))),
-    "gpt2": (gpt2, _text),
-    "llama": (llama, _text),
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model, its batch, and what one device makes of them: results, gradients, buffers, and weights after a step."""
-
-    model: nn.Module
-    batch: Any
-    captured: CapturedModel
-    results: list[Tensor]
-    gradients: dict[str, Tensor | None]
-    buffers: dict[str, Tensor]
-    weights: dict[str, Tensor]
-
-
-def run(model: nn.Module, batch: Any) -> list[Tensor]:
-    """The tensors that a model returns, the loss first; the gradient of all of them is taken."""
-    torch.manual_seed(SEED)
-    if isinstance(model, ParallelModule):
-        out = model(batch)
-    else:
-        out = model(**batch) if isinstance(batch, dict) else model(*batch)
-    found = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-    (found[0] * 1.5 + found[1].square().mean()).backward()
-    return found
-
-
-def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-
-
-def freed(captured: CapturedModel) -> CapturedModel:
-    """Rows may be split in losses that weigh their classes, too."""
+@cache
+def freed(name: str) -> CapturedModel:
+    """The captured model, in which rows may be split in losses that weigh their classes, too."""
+    found = captured(name)
     operators = [
         replace(each, dims=tuple(Dim.free(dim.name, dim.size) if dim.name[0] == "n" else dim for dim in each.dims))
         if each.kind == "mean_loss"
         else each
-        for each in captured.graph.operators
+        for each in found.graph.operators
     ]
-    return replace(captured, graph=replace(captured.graph, operators=tuple(operators)))
+    return replace(found, graph=replace(found.graph, operators=tuple(operators)))
 
 
-@cache
-def case(name: str) -> Case:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    build, make = MODELS[name]
-    model, batch = build().train(), make()
-    captured = freed(capture(copy.deepcopy(model), batch))
-    single = copy.deepcopy(model)
-    results = [value.detach() for value in run(single, batch)]
-    gradients = {key: value.grad for key, value in single.named_parameters()}
-    optimizer(single).step()
-    return Case(model, batch, captured, results, gradients, dict(single.named_buffers()), dict(single.state_dict()))
-
-
-def same(told: str, found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{told}: {text}")
-
-
-def applied(name: str, strategy: ShardingStrategy, mesh: DeviceMesh, weights: Any = None) -> ParallelModule:
-    return parallelize(case(name).captured, strategy, mesh=mesh, weights=weights)
-
-
-def check(name: str, strategy: ShardingStrategy, mesh: DeviceMesh, told: str, step: bool = False) -> ParallelModule:
-    """Applies a strategy, runs a step, and compares every element of everything with one device."""
-    expected = case(name)
-    module = applied(name, strategy, mesh)
-    for number, (found, whole) in enumerate(zip(run(module, expected.batch), expected.results, strict=True)):
-        same(f"{told}: result {number}", found.detach(), whole)
-    named = dict(module.named_parameters())
-    assert list(named) == list(expected.gradients), told
-    for key, whole in expected.gradients.items():
-        gradient = named[key].grad
-        assert (gradient is None) == (whole is None), f"{told}: {key}"
-        if gradient is not None and whole is not None:
-            assert isinstance(gradient, DTensor)
-            same(f"{told}: gradient of {key}", module.full_tensor(gradient), whole)
-    for key, value in module.named_buffers():
-        if key in expected.buffers:
-            same(f"{told}: buffer {key}", value.float(), expected.buffers[key].float())
-    if step:
-        optimizer(module).step()
-        state = module.full_state_dict()
-        assert state.keys() == expected.weights.keys()
-        for key, value in state.items():
-            same(f"{told}: {key} after a step", value.float(), expected.weights[key].float())
-    return module
-
-
-def by_rule(name: str, mesh: Mesh, rule: Callable[[Operator, int], OpSplit]) -> ShardingStrategy:
+def by_rule(name: str, mesh: Mesh, rule: Callable[[Operator], OpSplit]) -> ShardingStrategy:
     """A split for each operator: that of the rule where it is one, on the mesh axes where it can be."""
-    graph = case(name).captured.graph
     found = []
-    for place, operator in enumerate(graph.operators):
+    for operator in freed(name).graph.operators:
         allowed = set(splits(operator, mesh))
-        wanted = rule(operator, place)
+        wanted = rule(operator)
         while wanted not in allowed:  # one mesh axis less
             last = max(axis for axis, dim in enumerate(wanted) if dim != REPLICATED)
             wanted = (*wanted[:last], REPLICATED, *wanted[last + 1 :])
@@ -270,7 +89,7 @@ def batch_dim(operator: Operator) -> int:
 
 def width_dim(operator: Operator) -> int:
     """As Megatron cuts: products that widen by columns, those that narrow by rows; attention by heads."""
-    names = {dim.name: place for place, dim in enumerate(operator.dims) if dim.parts > 1}
+    names = {dim.name: number for number, dim in enumerate(operator.dims) if dim.parts > 1}
     if operator.kind == "matmul" and "n" in names and "k" in names:
         return names["n"] if operator.dims[names["n"]].size >= operator.dims[names["k"]].size else names["k"]
     if operator.kind == "conv":
@@ -284,51 +103,35 @@ def width_dim(operator: Operator) -> int:
 
 
 def data_parallel(name: str, mesh: Mesh) -> ShardingStrategy:
-    return by_rule(name, mesh, lambda operator, _: (batch_dim(operator),) * len(mesh.sizes))
+    return by_rule(name, mesh, lambda operator: (batch_dim(operator),) * len(mesh.sizes))
 
 
 def fully_sharded(name: str, mesh: Mesh) -> ShardingStrategy:
-    def rule(operator: Operator, _: int) -> OpSplit:
+    def rule(operator: Operator) -> OpSplit:
         if operator.kind != PARAMETER:
             return (batch_dim(operator),) * len(mesh.sizes)
-        able = [place for place, dim in enumerate(operator.dims) if dim.parts % mesh.devices == 0]
+        able = [number for number, dim in enumerate(operator.dims) if dim.parts % mesh.devices == 0]
         return (able[0] if able else REPLICATED,) * len(mesh.sizes)
 
     return by_rule(name, mesh, rule)
 
 
 def tensor_parallel(name: str, mesh: Mesh) -> ShardingStrategy:
-    return by_rule(name, mesh, lambda operator, _: (width_dim(operator),) * len(mesh.sizes))
+    return by_rule(name, mesh, lambda operator: (width_dim(operator),) * len(mesh.sizes))
 
 
 def mixed(name: str, mesh: Mesh) -> ShardingStrategy:
-    return by_rule(name, mesh, lambda operator, _: (batch_dim(operator), width_dim(operator)))
+    return by_rule(name, mesh, lambda operator: (batch_dim(operator), width_dim(operator)))
 
 
 def at_random(name: str, mesh: Mesh, draw: int) -> ShardingStrategy:
     """Any split of each operator, apart from one draw to the next in how many are split at all."""
     numbers = generator(name, str(mesh), draw)
     found = []
-    for operator in case(name).captured.graph.operators:
+    for operator in freed(name).graph.operators:
         allowed = list(splits(operator, mesh))
         found.append(allowed[int(numbers.integers(len(allowed)))] if numbers.random() > draw % 3 / 4 else allowed[0])
     return ShardingStrategy(mesh, tuple(found))
-
-
-def on_processes(count: int, store: Path, work: Callable[..., None]) -> None:
-    """Runs a function on so many processes, which find each other through a file."""
-    start_processes(_begin, (count, str(store / "store"), work), nprocs=count, start_method="fork")
-
-
-def _begin(rank: int, count: int, store: str, work: Callable[[int], None]) -> None:
-    torch.set_num_threads(1)
-    patience = timedelta(seconds=120)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=patience)
-    try:
-        work(rank)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
 
 
 def strategies(name: str, mesh: Mesh, draws: int) -> Iterator[tuple[str, ShardingStrategy]]:
@@ -336,88 +139,162 @@ def strategies(name: str, mesh: Mesh, draws: int) -> Iterator[tuple[str, Shardin
     if len(mesh.sizes) == 2:
         yield "mixed", mixed(name, mesh)
     else:
-        yield "data parallel", data_parallel(name, mesh)
         yield "tensor parallel", tensor_parallel(name, mesh)
     for draw in range(draws):
         yield f"random {draw}", at_random(name, mesh, draw)
 
 
+def applied(name: str, strategy: ShardingStrategy, mesh: DeviceMesh) -> ParallelModule:
+    return parallelize(freed(name), strategy, mesh=mesh, weights=made(name)[0])
+
+
+KINDS = ["perceptron", "pictures", "text", "odds"]
+
+
 @pytest.mark.parametrize(
-    ("sizes", "draws"),
-    [((2,), 2), *(pytest.param(*case, marks=pytest.mark.long) for case in [((4,), 1), ((2, 2), 3)])],
+    ("sizes", "draws", "names"),
+    [
+        ((2,), 1, KINDS),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [((2,), 3, [*KINDS, "gpt2", "llama"]), ((4,), 1, KINDS), ((2, 2), 3, [*KINDS, "gpt2", "llama"])]
+        ),
+    ],
     ids=str,
 )
-def test_every_strategy_gives_what_one_device_gives(tmp_path: Path, sizes: tuple[int, ...], draws: int) -> None:
-    names = [name for name in MODELS if sizes != (4,) or name not in ("gpt2", "llama")]
-    for name in names:
-        case(name)
+def test_every_strategy_gives_what_one_device_gives(
+    tmp_path: Path, sizes: tuple[int, ...], draws: int, names: list[str]
+) -> None:
     mesh = Mesh(sizes)
+    cases = [(f"{n}, {what}", n, expected(n), each) for n in names for what, each in strategies(n, mesh, draws)]
 
     def work(rank: int) -> None:
         devices = init_device_mesh("cpu", sizes)
-        for name in names:
-            for told, strategy in strategies(name, mesh, draws):
-                check(name, strategy, devices, f"{name}, {told}", step=told in ("fully sharded", "mixed", "random 1"))
+        for what, name, wanted, strategy in cases:
+            module = applied(name, strategy, devices)
+            found = forward_backward(module, wanted.batch)
+            for number, (own, whole) in enumerate(zip(found, wanted.results, strict=True)):
+                same(f"{what}: result {number}", own.detach(), whole)
+            assert [key for key, _ in module.named_parameters()] == list(wanted.gradients), what
+            assert all(isinstance(each, DTensor) for each in module.parameters())
+            same_gradients(what, module, wanted)
+            for key, value in module.named_buffers():
+                if key in wanted.buffers:
+                    same(f"{what}: buffer {key}", value.float(), wanted.buffers[key].float())
+            same_after_a_step(what, module, wanted)
 
     on_processes(mesh.devices, tmp_path, work)
+
+
+def planned(name: str, stages: int, count: int, mesh: tuple[int, ...]) -> Plan:
+    devices = stages * Mesh(mesh).devices
+    given: dict[str, Any] = {"stages": stages, "microbatches": count, "mesh": mesh, "recompute": False}
+    return plan_captured(captured(name), "cpu", devices=devices, compare=False, **given)
+
+
+def resplit(plan: Plan, how: str) -> Plan:
+    """The plan with other splits: along the batch, or any at random."""
+    numbers = generator(how, plan.model, str(plan.mesh), plan.stages)
+    found: list[OpSplit] = []
+    for operator in plan.graph.operators:
+        allowed = list(splits(operator, plan.mesh))
+        wanted = (batch_dim(operator),) * len(plan.mesh.sizes)
+        if how == "random":
+            found.append(allowed[int(numbers.integers(len(allowed)))])
+        else:
+            found.append(wanted if wanted in allowed else allowed[0])
+    return replace(plan, splits=tuple(found))
+
+
+def ready(name: str, plan: Plan) -> Ready:
+    """What the processes of a plan run, as `program_of` gives it; a micro-batch is captured once for all plans."""
+    found = captured(name, plan.microbatches)
+    moved, stage = transfer_splits(plan.graph, plan.splits, plan.stage, found.graph, plan.mesh)
+    return found, ShardingStrategy(plan.mesh, moved), stage
+
+
+def check_step(module: ParallelModule, wanted: Expected, what: str) -> None:
+    """A step, compared with one device in every element; then a step of the optimizer."""
+    torch.manual_seed(SEED)
+    same(f"{what}: loss", module.step(wanted.batch), wanted.results[0])
+    same_gradients(what, module, wanted)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, [key for key, _ in module.named_parameters()])
+    assert {key for keys in every for key in keys} == set(wanted.gradients), what
+    same_after_a_step(what, module, wanted)
+
+
+def one_device(name: str, count: int) -> Expected:
+    return expected(name, 1 if name in ADDS_UP else count)
+
+
+@pytest.mark.parametrize(
+    ("stages", "count", "mesh", "names"),
+    [
+        (2, 4, (1,), ["perceptron", "dropping text", "gpt2"]),
+        (1, 2, (2,), ["perceptron", "plain text", "pictures"]),
+        (3, 1, (1,), ["plain text", "pictures"]),
+        *(
+            pytest.param(*case, [*KINDS[:2], "plain text", "dropping text", "gpt2"], marks=pytest.mark.long)
+            for case in [(2, 4, (2,)), (4, 4, (1,))]
+        ),
+    ],
+    ids=str,
+)
+def test_stages_and_micro_batches_give_what_one_device_gives(
+    tmp_path: Path, stages: int, count: int, mesh: tuple[int, ...], names: list[str]
+) -> None:
+    cases = []
+    for name in names:
+        plan = planned(name, stages, count, mesh)
+        assert (plan.stages, plan.microbatches, plan.unsupported()) == (stages, count, [])
+        plans = {"planned": plan}
+        if mesh != (1,):
+            plans |= {how: resplit(plan, how) for how in ("rows", "random")}
+        for what, each in plans.items():
+            cases.append((f"{name}, {what}", one_device(name, count), ready(name, each)))
+
+    def work(rank: int) -> None:
+        for what, wanted, program in cases:
+            check_step(parallelize(*program, StepOptions(count), weights=wanted.model), wanted, what)
+
+    on_processes(stages * Mesh(mesh).devices, tmp_path, work)
+
+
+def test_micro_batches_of_one_sample_run_though_their_program_is_another(tmp_path: Path) -> None:
+    plan = resplit(planned("gpt2", 1, ROWS, (2,)), "random")
+    found, strategy, stage = ready("gpt2", plan)
+    assert [each.name for each in found.graph.operators] != [each.name for each in plan.graph.operators]
+    assert any(each is None for each in stage) or len(found.graph) < len(plan.graph)
+    cut = sum(any(dim >= 0 for dim in split) for split in strategy.splits)
+    assert cut > len(found.graph) // 4  # most splits are carried over
+    wanted = one_device("gpt2", ROWS)
+
+    def work(rank: int) -> None:
+        module = parallelize(found, strategy, stage, StepOptions(ROWS), weights=wanted.model)
+        check_step(module, wanted, "one by one")
+
+    on_processes(2, tmp_path, work)
 
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
     """The collectives that this process takes part in, by their kinds."""
-    kinds = ("_all_reduce", "_all_gather", "_reduce_scatter", "_all_to_all")
-    before, found = {kind: getattr(MeshCollectives, kind) for kind in kinds}, Counter[str]()
+    kinds, found = ("_all_reduce", "_all_gather", "_reduce_scatter", "_all_to_all"), Counter[str]()
 
     def counting(kind: str) -> Callable[..., None]:
+        before = getattr(MeshCollectives, kind)
+
         def call(self: MeshCollectives, *given: Any) -> None:
             found[kind[1:]] += 1
-            before[kind](self, *given)
+            before(self, *given)
 
         return call
 
-    for kind in kinds:
-        setattr(MeshCollectives, kind, counting(kind))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in kinds:
+            patch.setattr(MeshCollectives, kind, counting(kind))
         yield found
-    finally:
-        for kind, method in before.items():
-            setattr(MeshCollectives, kind, method)
-
-
-def test_what_is_sent_is_what_the_strategy_is_known_for(tmp_path: Path) -> None:
-    mesh = Mesh((2,))
-    graph, stored = case("perceptron").captured.graph, fully_sharded("perceptron", mesh)
-    gathered = {
-        (op, number)
-        for op, operator in enumerate(graph.operators)
-        for number, read in enumerate(operator.reads)
-        if graph.operators[read.source].kind == PARAMETER
-        and stored.operand(graph, op, number) != stored.result(graph, read.source, read.output)
-    }
-    assert len(gathered) == 7  # as the costs have it
-    assert len(gathered & gathered_again(graph, recompute=False)) == 3
-    sent = {
-        # The loss and its labels are added up, the scores are gathered, and each parameter's gradient is added up.
-        "data parallel": ({"all_reduce": 2, "all_gather": 1}, {"all_reduce": 7}),
-        # Each of seven parameters that can be cut is gathered, and the gradients of six that learn are scattered. Three
-        # are gathered again for the backward, which needs neither biases nor the first weight.
-        "fully sharded": (
-            {"all_reduce": 2, "all_gather": 1 + 7},
-            {"all_reduce": 1, "all_gather": 3, "reduce_scatter": 6},
-        ),
-    }
-
-    def work(rank: int) -> None:
-        devices = init_device_mesh("cpu", (2,))
-        for told, strategy in (("data parallel", data_parallel), ("fully sharded", fully_sharded)):
-            module = applied("perceptron", strategy("perceptron", mesh), devices)
-            with counted() as forward:
-                loss, scores = module(case("perceptron").batch)
-            with counted() as backward:
-                (loss * 1.5 + scores.square().mean()).backward()
-            assert (forward, backward) == sent[told], told
-
-    on_processes(2, tmp_path, work)
 
 
 class Product(nn.Module):
@@ -430,14 +307,17 @@ class Product(nn.Module):
 
 
 class Deep(nn.Module):
-    """Twelve weights of 4 KiB, each used as it is or through a view, beside activations that are much smaller."""
+    """Twelve weights of 4 KiB, each used as it is or through a view, beside activations that are much smaller; perhaps
+    under autocast, where what is gathered is a cast of the weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, autocast: bool) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(Product(number % 2 == 0) for number in range(12)))
+        self.autocast = autocast
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).square().mean()
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            return self.layers(x).float().square().mean()
 
 
 class Gathered:
@@ -466,96 +346,239 @@ class Gathered:
         self.alive -= size
 
 
-def test_gathered_weights_are_freed_after_the_forward_and_gathered_again_one_by_one(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, batch = Deep(), (torch.randn(4, 32),)
-    captured = capture(model, batch)
-    mesh, rows = Mesh((2,)), []
-    for operator in captured.graph.operators:
-        able = [split for split in splits(operator, mesh) if split != (REPLICATED,)]
-        rows.append(able[0] if able and (operator.kind == PARAMETER or operator.outputs[0].shape) else (REPLICATED,))
-    strategy, weight = ShardingStrategy(mesh, tuple(rows)), 32 * 32 * 4
+def test_what_is_sent_and_kept_is_what_the_strategy_is_known_for(tmp_path: Path) -> None:
+    mesh, name = Mesh((2,)), "perceptron"
+    graph, stored = freed(name).graph, fully_sharded(name, mesh)
+    gathered = {
+        (op, number)
+        for op, operator in enumerate(graph.operators)
+        for number, read in enumerate(operator.reads)
+        if graph.operators[read.source].kind == PARAMETER
+        and operand_placements(read.tensor, stored.splits[op]) != stored.result(graph, read.source, read.output)
+    }
+    assert len(gathered) == 9  # as the costs have it
+    assert len(gathered & gathered_again(graph, recompute=False)) == 4
+    sent = {
+        # The loss and its labels are added up, the scores are gathered, and each parameter's gradient is added up.
+        "data parallel": ({"all_reduce": 2, "all_gather": 1}, {"all_reduce": 9}),
+        # Each of nine parameters that can be cut is gathered, and the gradients of eight that learn are scattered. Four
+        # are gathered again for the backward, which needs neither biases nor the first weight.
+        "fully sharded": (
+            {"all_reduce": 2, "all_gather": 1 + 9},
+            {"all_reduce": 1, "all_gather": 4, "reduce_scatter": 8},
+        ),
+    }
+    rows, deep = (torch.randn(4, 32),), []
+    for autocast in (False, True):
+        model = Deep(autocast)
+        program, weight = capture(model, rows), 32 * 32 * (2 if autocast else 4)
+        split = tuple(
+            next((s for s in splits(o, mesh) if s != (-1,) and (o.kind == PARAMETER or o.outputs[0].shape)), (-1,))
+            for o in program.graph.operators
+        )
+        assert max(gathered_bytes(program.graph, mesh, split, recompute=False)) == 2 * weight
+        deep.append((model, program, ShardingStrategy(mesh, split), weight))
+
+    def collectives(rank: int) -> None:
+        devices = init_device_mesh("cpu", (2,))
+        for what, strategy in (("data parallel", data_parallel(name, mesh)), ("fully sharded", stored)):
+            module = applied(name, strategy, devices)
+            with counted() as forward:
+                loss, scores = module(made(name)[1])
+            with counted() as backward:
+                (loss * 1.5 + scores.square().mean()).backward()
+            assert (forward, backward) == sent[what], what
+
+    def weights_are_freed_after_the_forward_and_gathered_one_by_one(rank: int) -> None:
+        for (model, program, strategy, weight), recompute in product(deep, (False, True)):
+            module = parallelize(program, strategy, options=StepOptions(recompute=recompute), weights=model)
+            held = Gathered()
+            with held.counted():
+                loss = module(rows)
+                # One, and the next one; gloo may hold what it has sent a little longer. Kept, they are 12.
+                assert weight <= held.peak < 5 * weight
+                assert held.alive < 3 * weight
+                held.peak = 0
+                loss.backward()
+                assert weight <= held.peak < 5 * weight
+                del loss
+                module.step(rows)
+                assert held.peak < 5 * weight
+
+    on_processes(2, tmp_path, collectives, weights_are_freed_after_the_forward_and_gathered_one_by_one)
+
+
+def squared(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (output - batch[0]).square().mean()
+
+
+class Plain(nn.Module):
+    """Without a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.layers(x) + y
+
+
+def test_a_plan_is_applied_to_a_model_and_trains_it_as_one_device_would(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model, batch = Plain(), (torch.randn(ROWS, 8), torch.randn(ROWS, 8))
+    found = capture(model, batch, loss=squared)
+    plan = plan_captured(found, "cpu", devices=2, stages=2, microbatches=4, compare=False)
+    whole = plan_captured(found, "cpu", devices=2, stages=1, microbatches=1, mesh=(2,), compare=False)
+    single, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
+    steps = torch.optim.AdamW(single.parameters(), lr=0.01)
+    losses, norms = [], []
+    for _ in range(4):
+        steps.zero_grad()
+        loss = squared(single(*batch), batch)
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(single.parameters(), 0.5))
+        steps.step()
+        losses.append(loss.detach())
+
+    def trains(module: ParallelModule) -> None:
+        own = torch.optim.AdamW(module.parameters(), lr=0.01)
+        for loss, norm in zip(losses, norms, strict=True):
+            same("loss", module.step(batch), loss)
+            same("norm", module.clip_grad_norm_(0.5).float(), norm)
+            own.step()
+        state = module.full_state_dict()
+        for key, value in single.state_dict().items():
+            same(f"after four steps: {key}", state[key], value)
 
     def work(rank: int) -> None:
-        for recompute in (False, True):
-            module = parallelize(captured, strategy, options=StepOptions(recompute=recompute), weights=model)
-            gathered = Gathered()
-            with gathered.counted():
-                loss = module(batch)
-                # One, and the next one; gloo may hold what it has sent a little longer. Kept, they are 12.
-                assert weight <= gathered.peak < 5 * weight
-                assert gathered.alive < 3 * weight
-                gathered.peak = 0
-                loss.backward()
-                assert weight <= gathered.peak < 5 * weight
-                del loss
-                module.step(batch)
-                assert gathered.peak < 5 * weight
+        with pytest.raises(PlanError, match="2 stages of a mesh of 1, but the devices form one of 2; make one of 2x1"):
+            plan.apply(model, init_device_mesh("cpu", (2,)))
+        module = plan.apply(model, init_device_mesh("cpu", (2, 1)))
+        assert (module.stage, len(module.ops)) == (rank, 8)
+        with pytest.raises(PlanError, match=r"call step\(batch\)"):
+            module(batch)
+        for wrong, reason in (
+            ((batch[0][:4], batch[1]), r"argument 0 was captured as torch.float32 of shape \(2, 8\)"),
+            ((batch[0],), "called with None"),
+            ((*batch, batch[0]), "captured without a tensor as argument 2"),
+        ):
+            with pytest.raises(PlanError, match=reason):
+                module.step(wrong)
+        trains(module)
+        trains(whole.apply(model))
+        assert all(value.equal(before[key]) for key, value in model.state_dict().items())
 
     on_processes(2, tmp_path, work)
 
 
-def test_the_rest_of_what_a_parallel_module_does(tmp_path: Path) -> None:
-    for name in ("perceptron", "text", "gpt2"):
-        case(name)
-    mesh = Mesh((2, 2))
+def test_what_else_a_module_in_stages_does(tmp_path: Path) -> None:
+    captured_part, strategy, stage = ready("plain text", resplit(planned("plain text", 2, 4, (2,)), "rows"))
+    drops = ready("dropping text", resplit(planned("dropping text", 2, 4, (2,)), "random"))
+    dropping, wanted = expected("dropping text", 4), expected("plain text", 1)
+    too_small = ready("plain text", planned("plain text", 2, 4, (1,)))
 
-    def weights_go_and_come(devices: DeviceMesh) -> None:
-        expected = case("gpt2")
-        before = {key: value.clone() for key, value in expected.model.state_dict().items()}
-        doubled = {key: value * 2 for key, value in before.items()}
-        module = applied("gpt2", mixed("gpt2", mesh), devices, doubled)
-        assert module.state_dict().keys() == before.keys()
-        assert all(value.equal(doubled[key]) for key, value in module.full_state_dict().items())
-        optimizer(module).step()
-        run(module, expected.batch)
-        optimizer(module).step()
-        assert all(value.equal(before[key]) for key, value in expected.model.state_dict().items())
-        assert all(value.equal(before[key]) for key, value in expected.captured.program.state_dict.items())
+    def text(weights: nn.Module = wanted.model) -> ParallelModule:
+        return parallelize(captured_part, strategy, stage, StepOptions(4), weights=weights)
 
-    def first_process_has_the_say(devices: DeviceMesh, rank: int) -> None:
-        expected = case("perceptron")
-        other = {key: value + rank for key, value in expected.model.state_dict().items()}
-        module = applied("perceptron", at_random("perceptron", mesh, 0), devices, other)
-        state = expected.model.state_dict()
-        assert all(value.equal(state[key]) for key, value in module.full_state_dict().items())
+    def shared_weights_stay_equal(rank: int) -> None:
+        other = copy.deepcopy(wanted.model)
+        with torch.no_grad():
+            for value in other.parameters():
+                value.add_(rank)  # the first process has the say
+        module = text(other)
+        steps = torch.optim.AdamW(module.parameters(), lr=0.1)
+        weight: Any = module.get_parameter("embed.weight")
+        every = [torch.empty_like(weight.to_local()) for _ in range(4)]
+        for number in range(3):
+            dist.all_gather(every, weight.detach().to_local())
+            assert all(each.equal(every[0]) for each in every)
+            assert number or every[0].equal(wanted.model.get_parameter("embed.weight"))
+            module.step(wanted.batch)
+            steps.step()
 
-    def many_steps_are_those_of_one_device(devices: DeviceMesh) -> None:
-        expected = case("perceptron")
-        module, single = applied("perceptron", mixed("perceptron", mesh), devices), copy.deepcopy(expected.model)
-        steps = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (module, single)]
-        for _ in range(5):
-            steps[1].zero_grad()
-            single(*expected.batch)[0].backward()
-            norm = torch.nn.utils.clip_grad_norm_([p for p in single.parameters() if p.requires_grad], 0.1)
-            module.step(expected.batch)
-            same("norm", module.clip_grad_norm_(0.1).float(), norm)
-            for each in steps:
-                each.step()
-        for key, value in single.state_dict().items():
-            same(f"after five steps: {key}", module.full_state_dict()[key], value)
+    def gradients_are_clipped_by_the_norm_of_all_stages(rank: int) -> None:
+        gradients = [value for value in wanted.gradients.values() if value is not None]
+        norm = torch.linalg.vector_norm(torch.cat([value.flatten() for value in gradients]))
+        for limit in (float(norm) / 4, float(norm) * 4):
+            module = text()
+            module.step(wanted.batch)
+            same("norm", module.clip_grad_norm_(limit).float(), norm)
+            for key, value in module.named_parameters():
+                whole = wanted.gradients[key]
+                assert whole is not None
+                same(f"clipped: {key}", module.full_tensor(value.grad), whole * min(1, limit / float(norm)))
 
-    def refusals(devices: DeviceMesh, rank: int) -> None:
-        expected = case("text")
-        with pytest.raises(PlanError, match="make one of 1x4"):
-            applied("text", data_parallel("text", Mesh((4,))), devices)
-        module = applied("text", mixed("text", mesh), devices)
+    def gradients_travel_once_a_step(rank: int) -> None:
+        module, asked, before = text(), Counter[int](), MeshCollectives._all_reduce
+
+        def counting(self: MeshCollectives, tensor: Tensor, axis: int) -> None:
+            asked[tensor.numel()] += 1
+            before(self, tensor, axis)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MeshCollectives, "_all_reduce", counting)
+            module.step(wanted.batch)
+        sizes = Counter(value.numel() for value in module.parameters())
+        if module.stage == 0:
+            assert asked == sizes
+        else:  # the loss of each micro-batch is added up, and its labels are counted
+            assert asked[1] == 8
+            assert asked - Counter({1: 8}) <= sizes
+
+    def layers_are_computed_again(rank: int) -> None:
+        def kept(again: bool) -> int:
+            module, sizes = parallelize(*drops, StepOptions(4, again), weights=dropping.model), []
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ReshardAfterForward, "hooks", lambda self: nullcontext())  # ours see every tensor
+                with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.nbytes), t)[1], lambda t: t):
+                    module.step(dropping.batch)
+            return sum(sizes)
+
+        torch.manual_seed(SEED)
+        assert kept(True) < kept(False)
+        module = parallelize(*drops, StepOptions(4, recompute=True), weights=dropping.model)
+        check_step(module, dropping, "recomputed")
+
+    def refusals(rank: int) -> None:
+        module = parallelize(*drops, StepOptions(4), weights=dropping.model)
         torch.manual_seed(rank)
-        with pytest.raises(PlanError, match="seed torch alike"):
-            module(expected.batch)
-        x, y = expected.batch
-        with pytest.raises(PlanError, match=r"argument 0 was captured as torch.int64 of shape \(4, 8\)"):
-            module((x[:2], y))
-        with pytest.raises(PlanError, match="called with None"):
-            module((x,))
-        with pytest.raises(PlanError, match="captured without a tensor as argument 2"):
-            module((x, y, x))
+        with pytest.raises(PlanError, match="generators differ: seed torch alike"):
+            module.step(dropping.batch)
+        with pytest.raises(PlanError, match=r"for 2 processes \(2 stages of a mesh of 1\), and there are 4"):
+            parallelize(*too_small, StepOptions(4), weights=wanted.model)
+        moved = list(stage)  # the first stage is told another cut than the second
+        if rank < 2:
+            border = max(op for op, own in enumerate(stage) if own == 0 and captured_part.graph.operators[op].reads)
+            moved[border] = 1
+        with pytest.raises(PlanError, match=r"do not agree on what they send|was lost"):
+            parallelize(captured_part, strategy, moved, StepOptions(4), weights=wanted.model, timeout=10)
+
+    on_processes(
+        4,
+        tmp_path,
+        shared_weights_stay_equal,
+        gradients_are_clipped_by_the_norm_of_all_stages,
+        gradients_travel_once_a_step,
+        layers_are_computed_again,
+        refusals,
+    )
+
+
+@pytest.mark.parametrize("how", ["gone", "stuck"])
+def test_a_lost_process_is_reported_and_not_waited_for_for_ever(tmp_path: Path, how: str) -> None:
+    program, wanted = ready("perceptron", planned("perceptron", 2, 4, (1,))), expected("perceptron", 1)
 
     def work(rank: int) -> None:
-        devices = init_device_mesh("cpu", (2, 2))
-        weights_go_and_come(devices)
-        first_process_has_the_say(devices, rank)
-        many_steps_are_those_of_one_device(devices)
-        refusals(devices, rank)
+        module = parallelize(*program, StepOptions(4), weights=wanted.model, timeout=3)
+        module.step(wanted.batch)
+        if rank == 1:
+            if how == "gone":
+                os._exit(0)
+            while not (tmp_path / "reported").exists():
+                time.sleep(0.05)
+            return
+        with pytest.raises(PlanError, match=r"at 0B0 another process of the plan was lost, or did not answer in time"):
+            module.step(wanted.batch)
+        (tmp_path / "reported").touch()
 
-    on_processes(4, tmp_path, work)
+    on_processes(2, tmp_path, work)

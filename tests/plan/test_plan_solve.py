@@ -1,15 +1,15 @@
-"""The solver's optimum is that of brute force, its picks cost what it says, and its bounds hold."""
+"""The solver's optimum is that of brute force, its assignments cost what it says, and its bounds hold."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pase.markov_chain import markov_chain
 
 from weft.errors import PlanError
 from weft.plan.solver import OverLimit, Problem, solve
@@ -23,7 +23,7 @@ def near(one: float, other: float) -> bool:
 
 
 def brute(problem: Problem) -> tuple[float, float]:
-    """The least cost within the limit and the least weight of an allowed pick, inf where there is none."""
+    """The least cost within the limit and the least weight of an allowed assignment, inf where there is none."""
     best = least = math.inf
     for assignment in itertools.product(*[range(len(costs)) for costs in problem.unary]):
         if (cost := problem.cost(assignment)) < math.inf:
@@ -101,20 +101,26 @@ def test_two_layers_that_would_each_do_best_alone_agree_when_moving_costs_more()
     assert solve(Problem(alone, {})).assignment == (split, whole)
 
 
-def test_a_limit_is_kept_and_costs_what_the_cheapest_pick_within_it_costs():
+def test_a_limit_is_kept_at_the_least_cost_or_refused_with_the_least_weight():
     problem = Problem((np.array([0.0, 5.0]),) * 3, {}, (np.array([4.0, 1.0]),) * 3, limit=9.0)
     found = solve(problem)
     assert (found.cost, found.weight, found.optimal) == (5.0, 9.0, True)
+    with pytest.raises(OverLimit, match=r"limit of 2: the least weight is 3, 1 more") as refused:
+        solve(replace(problem, limit=2.0))
+    assert (refused.value.least, refused.value.limit) == (3.0, 2.0)
 
 
-def test_a_limit_below_the_least_weight_is_refused_with_both():
-    problem = Problem((np.zeros(2),) * 3, {}, (np.array([4.0, 2.0]),) * 3, limit=5.0)
-    with pytest.raises(OverLimit, match=r"limit of 5: the least weight is 6, 1 more") as refused:
-        solve(problem)
-    assert (refused.value.least, refused.value.limit) == (6.0, 5.0)
+def test_a_choice_that_decides_for_all_layers_is_bounded_case_by_case():
+    # All layers follow vertex 0: cheap and heavy, or expensive and light. A price says half of each; there is no half.
+    follow = np.array([[0.0, math.inf], [math.inf, 0.0]])
+    layers = 12
+    unary = (np.zeros(2), *[np.array([0.0, 1.0])] * layers)
+    weights = (np.zeros(2), *[np.array([2.0, 0.0])] * layers)
+    found = solve(Problem(unary, {(0, layer): follow for layer in range(1, layers + 1)}, weights, 12.0), tolerance=0.0)
+    assert (found.cost, found.bound, found.weight) == (12.0, 12.0, 0.0)
 
 
-def test_the_least_weight_counts_only_picks_that_may_meet():
+def test_the_least_weight_counts_only_assignments_that_may_meet():
     forbid = np.array([[math.inf, 0.0], [0.0, math.inf]])
     problem = Problem((np.zeros(2),) * 2, {(0, 1): forbid}, (np.array([1.0, 7.0]),) * 2, limit=5.0)
     with pytest.raises(OverLimit) as refused:
@@ -125,7 +131,7 @@ def test_the_least_weight_counts_only_picks_that_may_meet():
 @pytest.mark.parametrize("entries", [1 << 20, 6, 1], ids=["eliminated", "some", "branched"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_optimum_is_that_of_brute_force(kind: str, entries: int):
-    for number in range(40):
+    for number in range(30):
         draw = rng.generator("solve", kind, number)
         count = int(draw.integers(1, 7))
         agrees(problem_of(kind, count, draw, forbid=number % 3 == 0, weigh=number % 2 == 0), entries)
@@ -133,7 +139,7 @@ def test_the_optimum_is_that_of_brute_force(kind: str, entries: int):
 
 @pytest.mark.parametrize("gap", [0.02, 0.4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pick_is_within_the_gap_that_is_asked_for_and_its_bound_never_above_the_optimum(kind: str, gap: float):
+def test_an_assignment_is_within_the_gap_that_is_asked_for_and_its_bound_never_above_the_optimum(kind: str, gap: float):
     for number in range(30):
         draw = rng.generator("within", kind, number)
         problem = problem_of(kind, int(draw.integers(2, 7)), draw, forbid=number % 3 == 0, weigh=True)
@@ -163,47 +169,22 @@ def test_layers_that_all_read_one_tensor_are_within_a_hundredth_though_they_are_
     assert found.weight <= light + 0.3 * (heavy - light)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from(KINDS), st.integers(1, 6), st.booleans(), st.booleans())
-def test_the_optimum_is_that_of_brute_force_whatever_is_drawn(
-    seed: int, kind: str, count: int, forbid: bool, weigh: bool
-):
-    agrees(problem_of(kind, count, rng.generator("drawn", seed), forbid, weigh), 1 << 20)
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(KINDS))
 def test_the_optimum_does_not_depend_on_how_vertices_and_configurations_are_numbered(seed: int, kind: str):
     draw = rng.generator("numbered", seed)
     problem = problem_of(kind, 9, draw, forbid=False, weigh=False)
-    place = draw.permutation(9)
+    order = draw.permutation(9)
     orders = [draw.permutation(len(costs)) for costs in problem.unary]
     unary = [problem.unary[0]] * 9
     for vertex, costs in enumerate(problem.unary):
-        unary[place[vertex]] = costs[orders[vertex]]
+        unary[order[vertex]] = costs[orders[vertex]]
     pairs = {}
     for (i, j), table in problem.pairs.items():
         shuffled = table[np.ix_(orders[i], orders[j])]
-        one, two = int(place[i]), int(place[j])
+        one, two = int(order[i]), int(order[j])
         pairs[min(one, two), max(one, two)] = shuffled if one < two else shuffled.T
     assert near(solve(Problem(tuple(unary), pairs)).cost, solve(problem).cost)
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 2**32))
-def test_a_tighter_limit_never_costs_less_and_the_bound_never_passes_the_optimum(seed: int):
-    draw = rng.generator("limits", seed)
-    problem = problem_of("layers", 7, draw, forbid=False, weigh=True)
-    free = solve(Problem(problem.unary, problem.pairs))
-    costs = []
-    for share in (0.9, 0.6, 0.3, 0.0):
-        low = math.fsum(float(weights.min()) for weights in problem.weights)
-        limit = low + share * (math.fsum(float(weights.max()) for weights in problem.weights) - low)
-        found = solve(Problem(problem.unary, problem.pairs, problem.weights, limit))
-        assert found.optimal
-        assert found.weight <= limit
-        costs.append(found.cost)
-    assert all(tight >= loose - 1e-9 for loose, tight in itertools.pairwise([free.cost, *costs]))
 
 
 def test_a_long_chain_of_equal_layers_is_the_power_of_one_layer():
@@ -226,16 +207,6 @@ def test_a_vertex_that_all_layers_read_costs_as_many_entries_as_it_has_classes_n
     found = solve(Problem((draw.random(200), *[draw.random(5) for _ in range(30)]), pairs))
     assert found.optimal
     assert found.entries <= 3 * 5 * 5
-
-
-def test_a_markov_chain_is_never_below_the_optimum_and_its_history_only_falls():
-    problem = problem_of("layers", 8, rng.generator("walk"), forbid=False, weigh=False)
-    walk = markov_chain(problem, 0.2, seed=1)
-    assert near(problem.cost(walk.pick), walk.cost)
-    assert walk.cost >= solve(problem).cost - 1e-9
-    assert all(after < before for (_, before), (_, after) in itertools.pairwise(walk.history))
-    assert near(walk.history[-1][1], walk.cost)
-    assert walk.proposals > 0
 
 
 @pytest.mark.parametrize(

@@ -24,23 +24,15 @@ def make(root: Path, name: str, steps: int, created: str, end: str | None = None
 def test_runs_are_listed_oldest_first_with_what_they_did(tmp_path: Path) -> None:
     make(tmp_path, "young", 4, "2024-01-02T00:00:00Z", "finished")
     make(tmp_path, "old", 0, "2024-01-01T00:00:00Z")
+    assert list_runs(tmp_path / "none") == []
     (tmp_path / "no-run").mkdir()
     (tmp_path / "file").write_text("x")
     old, young = list_runs(tmp_path)
     assert (old.name, old.state, old.done, old.total, old.loss) == ("old", "interrupted", 0, 100, None)
     assert (young.name, young.state, young.done, young.total, young.loss) == ("young", "finished", 4, 100, 0.25)
+    with Run.open(tmp_path / "old").locked():
+        assert [summary.state for summary in list_runs(tmp_path)] == ["running", "finished"]
     assert (young.created, young.path, young.problem) == ("2024-01-02T00:00:00Z", tmp_path / "young", None)
-
-
-def test_a_running_run_is_listed_as_such(tmp_path: Path) -> None:
-    run = make(tmp_path, "r", 1, "2024-01-01T00:00:00Z")
-    with run.locked():
-        assert [summary.state for summary in list_runs(tmp_path)] == ["running"]
-    assert [summary.state for summary in list_runs(tmp_path)] == ["interrupted"]
-
-
-def test_no_directory_means_no_runs(tmp_path: Path) -> None:
-    assert list_runs(tmp_path / "none") == []
 
 
 def test_the_total_comes_from_events_before_the_manifest_and_the_loss_from_the_highest_step(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from weft.errors import RunError
-from weft.runs import Run, write_json
+from weft.runs import Run
+from weft.utils.files import write_json
 
 
 def test_a_new_run_states_where_it_comes_from(tmp_path: Path) -> None:
@@ -25,10 +26,21 @@ def test_a_new_run_states_where_it_comes_from(tmp_path: Path) -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", manifest["created"])
 
 
-def test_runs_without_a_name_get_one_each(tmp_path: Path) -> None:
+def test_a_directory_is_used_if_it_is_vacant_or_holds_a_run_that_may_exist(tmp_path: Path) -> None:
     names = {Run.create(tmp_path, manifest={}, prefix="search").name for _ in range(5)}
     assert len(names) == 5
     assert all(re.fullmatch(r"search-\d{8}-\d{6}-[0-9a-f]{4}", name) for name in names)
+    Run.create(tmp_path, "r", manifest={"seed": 1})
+    (tmp_path / "r" / "notes.txt").write_text("a user's own")
+    with pytest.raises(RunError, match="already holds a run; resume it, or choose another name"):
+        Run.create(tmp_path, "r", manifest={"seed": 2})
+    assert Run.create(tmp_path, "r", manifest={"seed": 2}, exist_ok=True).manifest["seed"] == 1
+    (tmp_path / "home").mkdir()
+    assert Run.create(tmp_path, "home", manifest={}).name == "home"
+    (tmp_path / "home" / "manifest.json").unlink()
+    (tmp_path / "home" / "thesis.tex").write_text("x")
+    with pytest.raises(RunError, match=r"holds 'thesis\.tex'"):
+        Run.create(tmp_path, "home", manifest={}, exist_ok=True)
 
 
 def test_the_commit_of_the_working_directory_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,23 +60,6 @@ def test_the_commit_of_the_working_directory_is_kept(tmp_path: Path, monkeypatch
     assert Run.create(tmp_path / "runs", "clean", manifest={}).manifest["git"] == commit
     (tmp_path / "x").write_text("2")
     assert Run.create(tmp_path / "runs", "dirty", manifest={}).manifest["git"] == f"{commit}-dirty"
-
-
-def test_a_directory_with_a_run_is_refused_unless_it_may_exist(tmp_path: Path) -> None:
-    Run.create(tmp_path, "r", manifest={"seed": 1})
-    (tmp_path / "r" / "notes.txt").write_text("a user's own")
-    with pytest.raises(RunError, match="already holds a run; resume it, or choose another name"):
-        Run.create(tmp_path, "r", manifest={"seed": 2})
-    assert Run.create(tmp_path, "r", manifest={"seed": 2}, exist_ok=True).manifest["seed"] == 1
-
-
-def test_a_directory_with_other_things_is_refused_and_an_empty_one_is_used(tmp_path: Path) -> None:
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "thesis.tex").write_text("x")
-    with pytest.raises(RunError, match=r"holds 'thesis\.tex'"):
-        Run.create(tmp_path, "home", manifest={}, exist_ok=True)
-    (tmp_path / "empty").mkdir()
-    assert Run.create(tmp_path, "empty", manifest={}).name == "empty"
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a b", "x\n"])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
 
 import weft
-from weft.search.cost_model import build_cost_model
+from weft.search.cost_model import CostModel, build_cost_model
 from weft.search.scorer import COUNTED, CostLookup, Scorer
 from weft.space import Subnet
 from weft.supernet import Chain
@@ -56,18 +57,18 @@ def test_after_a_few_subnets_costs_come_from_tables_and_are_the_same(scorer: Cou
     assert found == [scorer.cheap(subnet) for subnet in every]
 
 
-def test_tables_that_are_known_are_not_measured_but_compared(scorer: Counting) -> None:
-    right = [build_cost_model(scorer.chain, scorer.example, metric) for metric in ("parameters", "flops")]
-    wrong = [build_cost_model(scorer.chain, scorer.example, "parameters"), right[1]]
-    wrong[0].constant += 1
-    every = list(itertools.islice(scorer.chain.space.enumerate(), 2 * COUNTED))
-    for known, counted in ((right, COUNTED), (wrong, 2 * COUNTED)):
-        costs = CostLookup(scorer, 200, known)
-        scorer.counted.clear()
-        scorer._costs.clear()
-        found = [costs(subnet) for subnet in every]
-        assert len(scorer.counted) == counted
-        assert found == [scorer.cheap(subnet) for subnet in every]
+def test_where_the_tables_are_wrong_for_a_subnet_all_are_counted(
+    scorer: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*args: Any) -> CostModel:
+        model = build_cost_model(*args)
+        model.constant += 1
+        return model
+
+    monkeypatch.setattr("weft.search.scorer.build_cost_model", wrong)
+    costs, every = CostLookup(scorer, most=200), list(itertools.islice(scorer.chain.space.enumerate(), 2 * COUNTED))
+    assert [costs(subnet) for subnet in every] == [scorer.cheap(subnet) for subnet in every]
+    assert scorer.counted == every
 
 
 def test_where_few_subnets_are_asked_for_all_are_counted(scorer: Counting) -> None:

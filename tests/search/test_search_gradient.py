@@ -20,7 +20,6 @@ from weft.data import Data, Tensors, open_data
 from weft.search.gradient import (
     GRADIENT_METHODS,
     GradientMethod,
-    SampledMethod,
     make_gradient_method,
     search_gradient,
 )
@@ -51,17 +50,9 @@ def tokens(rows: int = 8) -> Data:
 
 SPACES: dict[str, tuple[Callable[[], Chain], Callable[[], Data]]] = {
     "toy-cell": (partial(zoo.toy_cell, channels=4, size=8), partial(images, 1, 8)),
-    "toy-cell-shared": (partial(zoo.toy_cell, channels=4, size=8, entangled=False), partial(images, 1, 8)),
-    "conv-macro": (partial(zoo.conv_macro, size=16), partial(images, 3, 16)),
     "nas-bench-201": (partial(zoo.nas_bench_201, cells=1, channels=4), partial(images, 3, 8)),
-    "nas-bench-201-entangled": (
-        partial(zoo.nas_bench_201, cells=1, channels=4, entangled=True),
-        partial(images, 3, 8),
-    ),
     "darts-partial": (partial(zoo.darts, cells=3, channels=8, partial=4), partial(images, 3, 8)),
     "ofa": (partial(zoo.ofa_mobilenet_v3, 10, 0.25, (3, 5), (3, 4), (1, 2)), partial(images, 3, 32)),
-    "macro": (zoo.nas_bench_macro, partial(images, 3, 8)),
-    "macro-entangled": (zoo.nas_bench_macro_entangled, partial(images, 3, 8)),
     "vit": (zoo.vit_test, partial(images, 1, 8)),
     "gpt": (zoo.gpt_test, tokens),
 }
@@ -104,18 +95,7 @@ def test_drnas_draws_from_the_dirichlet_whose_mean_it_gives_without_training() -
     torch.testing.assert_close(drawn.var(0), mean * (1 - mean) / (total + 1), rtol=0.1, atol=0.0)
 
 
-LONG = (
-    "darts-partial",
-    "conv-macro",
-    "toy-cell-shared",
-    "macro-entangled",
-    "ofa",
-    "gpt",
-    "nas-bench-201-entangled",
-    "toy-cell",
-    "macro",
-)
-"""Which take longest, and have the layers of others."""
+LONG = ("darts-partial", "ofa", "gpt", "toy-cell")  # have the layers of others
 
 
 @pytest.mark.parametrize("space", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in SPACES])
@@ -124,8 +104,9 @@ def test_every_method_searches_every_space(tmp_path: Path, space: str) -> None:
     for method in GRADIENT_METHODS:
         if method == "pc-darts" and space != "darts-partial":
             continue
-        options: dict[str, Any] = {"batch_size": 4, "steps": 2, "folder": tmp_path, "budget": 2, "recalibrate": 1}
+        options: dict[str, Any] = {"batch_size": 4, "steps": 2, "folder": tmp_path, "budget": 2, "bn_batches": 1}
         found = search_gradient(build, data(), method=method, **options)
+        assert (found.mixture is None) == (method in SAMPLED)
         assert found.trained.chain.space.contains(found.subnet)
         assert found.scores["parameters"] == sum(p.numel() for p in found.extract().parameters())
         saved = json.loads((found.trained.run.path / "results" / "search" / "front.json").read_text())
@@ -181,14 +162,6 @@ def test_what_was_found_can_be_trained_again_and_searched_further(tmp_path: Path
     assert again.step.steps == 3
     more = weft.search(found.trained, maximize="accuracy", minimize="parameters", budget=5)
     assert len(more) >= 1
-
-
-@pytest.mark.parametrize("method", SAMPLED)
-def test_methods_that_train_by_samples_have_no_mixture(tmp_path: Path, method: str) -> None:
-    assert isinstance(make_gradient_method(method), SampledMethod)
-    found = search(tmp_path, method, budget=4)
-    assert found.mixture is None
-    assert set(found.scores) >= {"accuracy", "parameters", "flops"}
 
 
 @pytest.mark.parametrize("method", ["drnas", "gdas", "darts2"])

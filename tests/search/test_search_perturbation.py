@@ -132,8 +132,8 @@ def test_it_is_the_default_of_darts_and_drnas_and_the_same_on_two_stages_and_aft
         return search_gradient(blocks, weft.data.digits(), **given)
 
     one, two = run(run="one"), run(stages=2)
-    assert (one.subnet, one.pick) == (two.subnet, "missed")
-    assert run(method="drnas").pick == "missed"
+    assert (one.subnet, one.pick) == (two.subnet, "perturbation")
+    assert run(method="drnas").pick == "perturbation"
     assert run(method="gdas").pick == "likeliest"
     assert one.subnet == by_perturbation(one.trained, one.mixture)
     other = run(run="one", resume=True, pick="likeliest")
@@ -143,10 +143,10 @@ def test_it_is_the_default_of_darts_and_drnas_and_the_same_on_two_stages_and_aft
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"pick": "best"}, "pick is 'likeliest' or 'missed', not 'best'"),
-        ({"pick": "missed", "method": "spos"}, "'spos' learns no mixture to pick from"),
-        ({"pick": "missed", "targets": "parameters=650"}, "does not look at what a subnet costs"),
-        ({"method": Misspelt()}, "pick of 'darts' is 'likeliest' or 'missed', not 'mised'"),
+        ({"pick": "best"}, "pick is 'likeliest' or 'perturbation', not 'best'"),
+        ({"pick": "perturbation", "method": "spos"}, "'spos' learns no mixture to pick from"),
+        ({"pick": "perturbation", "targets": "parameters=650"}, "does not look at what a subnet costs"),
+        ({"method": Misspelt()}, "pick of 'darts' is 'likeliest' or 'perturbation', not 'mised'"),
     ],
 )
 def test_a_pick_that_is_not_known_is_refused(wrong: dict[str, Any], said: str, tmp_path: Path) -> None:

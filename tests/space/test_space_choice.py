@@ -33,9 +33,6 @@ def test_integers_are_sorted_and_only_adjacent_ones_are_neighbours():
     assert widths.neighbours(32) == (16, 64)
     assert widths.neighbours(64) == (32,)
     assert Integers((64, 16, 32), ordered=False).neighbours(16) == (64, 32)
-
-
-def test_all_other_options_are_neighbours_of_a_category():
     assert Categorical(("a", "b", "c")).neighbours("b") == ("a", "c")
 
 
@@ -79,23 +76,6 @@ def test_a_value_that_equals_an_option_becomes_that_option_but_a_bool_is_no_numb
 def test_a_choice_that_cannot_be_is_refused(make, message):
     with pytest.raises(SpaceError, match=message):
         make()
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        {},
-        {"kind": "other"},
-        {"kind": "categorical"},
-        {"kind": "categorical", "options": "ab"},
-        {"kind": "categorical", "options": ["a"], "more": 1},
-        {"kind": "integers", "values": [1], "ordered": 1},
-        {"kind": "floats", "low": True, "high": 2, "log": False},
-    ],
-)
-def test_a_choice_is_not_read_from_malformed_json(data):
-    with pytest.raises(SpaceError):
-        choice_from_json(data)
 
 
 @given(choices, st.integers(0, 1000))

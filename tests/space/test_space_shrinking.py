@@ -55,10 +55,7 @@ def test_every_subnet_meets_the_constraints() -> None:
     for step in range(60):
         assert all(space.contains(subnet) for subnet in stream[step])
         assert all(subnet["kernel0"] >= subnet["depth0"] for subnet in stream[step])
-
-
-def test_an_unknown_kind_is_refused_with_what_there_is() -> None:
     with pytest.raises(StreamError, match="no choice begins with 'width'"):
-        make_stream(space_of(), "shrinking:width", steps=10)
+        make_stream(space, "shrinking:width", steps=10)
     with pytest.raises(StreamError, match="steps >= 1"):
-        Shrinking(space_of(), 0)
+        Shrinking(space, 0)

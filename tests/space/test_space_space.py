@@ -151,6 +151,11 @@ def test_a_subnet_is_checked_when_it_is_made():
         space.subnet({"depth": 1}, depth=1)
     assert dict(space.subnet(depth=2, width=16).values) == {"depth": 2, "width": 16}
     assert space.subnet(depth=2, width=16, cost=32) == space.subnet(depth=2, width=16)
+    ids = {space.id}
+    space.derive("half", width / 2)
+    ids.add(space.id)
+    space.require(depth < 3)
+    assert len({*ids, space.id}) == 3  # every addition changes the id
 
 
 @pytest.mark.parametrize(
@@ -264,22 +269,13 @@ def test_real_choices_make_a_space_endless_where_they_can_be_active():
     assert space.size() == 1
 
 
-def test_the_largest_pick_of_a_constrained_space_is_the_last_valid_one():
-    space = Space()
-    a, b = space.integer("a", 1, 5), space.integer("b", 1, 5)
-    space.require(a + b <= 6)
-    space.require(a + b >= 4)
-    assert str(space.first()) == "a=1 b=3"
-    assert str(space.last()) == "a=5 b=1"
-
-
 def test_a_sample_is_found_where_few_exist_and_all_of_them_are_equally_likely():
     space = Space()
     parts = [space.integer(f"x{number}", 0, 9) for number in range(8)]
     space.require(sum(parts[1:], parts[0]) == 1)
-    drawn = Tally(space.sample(generator("rare", number)).id for number in range(400))
+    drawn = Tally(space.sample(generator("rare", number)).id for number in range(240))
     assert len(drawn) == 8
-    assert sum((count - 50) ** 2 / 50 for count in drawn.values()) < 24.3  # 99.9 % with 7 degrees of freedom
+    assert sum((count - 30) ** 2 / 30 for count in drawn.values()) < 24.3  # 99.9 % with 7 degrees of freedom
 
 
 def test_subnets_of_another_space_are_refused():
@@ -300,21 +296,8 @@ def test_subnets_of_another_space_are_refused():
     with pytest.raises(SpaceError, match="is no subnet"):
         space.check({"a": 1})
     space.categorical("b", [1])
-    with pytest.raises(SpaceError, match="a space that has grown is another space"):
+    with pytest.raises(SpaceError, match="every addition makes it another space"):
         space.check(Space.from_json(other.to_json()).subnet(a=1))
-
-
-def test_the_id_changes_with_every_addition_and_only_then():
-    space, seen = Space(), []
-    seen.append(space.id)
-    a = space.categorical("a", [1, 2])
-    seen.append(space.id)
-    space.derive("b", a + 1)
-    seen.append(space.id)
-    space.require(a < 3)
-    seen.append(space.id)
-    assert len(set(seen)) == 4
-    assert space.id == seen[-1] == Space.from_json(space.to_json()).id
 
 
 @pytest.mark.parametrize(
@@ -328,6 +311,10 @@ def test_the_id_changes_with_every_addition_and_only_then():
         lambda d: d["names"].append({"name": "c"}),
         lambda d: d["names"][0].update(kind="other"),
         lambda d: d["names"][0].update(extra=1),
+        lambda d: d["names"][0].update(options="ab"),
+        lambda d: d["names"][0].pop("options"),
+        lambda d: d["names"].append({"name": "c", "kind": "integers", "values": [1], "ordered": 1, "when": None}),
+        lambda d: d["names"].append({"name": "c", "kind": "floats", "low": True, "high": 2, "log": False}),
         lambda d: d["names"].reverse(),
         lambda d: d["names"].append(d["names"][0]),
         lambda d: d["require"].append({"expr": [["name", "zz"]], "message": ""}),
@@ -343,7 +330,7 @@ def test_malformed_json_is_no_space(change):
         Space.from_json(data)
 
 
-laws = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+laws = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @laws
@@ -388,6 +375,8 @@ def test_moves_stay_in_the_space(plan, seed):
         assert (child != parent) == (len(expected) > 1)
     child = space.crossover(parent, other, rng)
     check(child)
+    for name, value in child.values.items():  # from one of the parents, if one has it
+        assert value in {p.values[name] for p in (parent, other) if name in p.values} or name not in {*parent, *other}
     near = space.neighbours(parent)
     assert len(set(near)) == len(near)
     assert parent not in near
@@ -425,16 +414,6 @@ def test_neighbours_are_all_valid_subnets_that_differ_in_one_choice_of_an_uncond
     parent = space.sample(generator(seed))
     near = [v for v in expected if sum(v[name] != parent[name] for name in v) == 1]
     assert sorted(map(repr, (dict(s.values) for s in space.neighbours(parent)))) == sorted(map(repr, near))
-
-
-def test_a_child_takes_each_choice_from_one_of_its_parents():
-    space = Space()
-    for number in range(6):
-        space.integer(f"x{number}", 0, 9)
-    a, b = space.subnet({f"x{n}": 1 for n in range(6)}), space.subnet({f"x{n}": 8 for n in range(6)})
-    children = [space.crossover(a, b, generator(seed)) for seed in range(60)]
-    assert all(set(child.values.values()) <= {1, 8} for child in children)
-    assert len(set(children)) > 20
 
 
 def test_a_mutation_without_luck_still_changes_one_choice():

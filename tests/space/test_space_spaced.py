@@ -60,13 +60,6 @@ def test_bridging_rounds_are_valid_and_arrive_at_the_target(shape, seed):
     assert order == target
 
 
-@pytest.mark.parametrize(("count", "slack"), [(4, 1), (4, 2), (5, 2)])
-def test_no_fewer_bridging_rounds_would_always_arrive(count, slack):
-    few = eras(count, count - slack)[1] - 1
-    target = list(range(count))
-    assert any(bridge_round(list(p), target, few * slack) != target for p in itertools.permutations(target))
-
-
 @settings(max_examples=60, deadline=None)
 @given(shapes, st.integers(0, 2**32), st.integers(0, 50))
 def test_every_round_holds_each_option_once_and_every_window_is_distinct(shape, seed, era):
@@ -81,16 +74,6 @@ def test_every_round_holds_each_option_once_and_every_window_is_distinct(shape, 
         assert len(set(steps[start : start + spacing])) == spacing
 
 
-@pytest.mark.parametrize(("count", "spacing"), [(3, 2), (9, 6), (10, 9), (130, 100)])
-def test_windows_are_distinct_over_whole_eras(count, spacing):
-    order = SpacedPermutation(5, "choice", count, spacing)
-    last_seen: dict[int, int] = {}
-    for step in range(count * (2 * (order.free + order.bridges) + 3)):
-        option = order.at(step)
-        assert step - last_seen.get(option, -spacing) >= spacing
-        last_seen[option] = step
-
-
 @settings(max_examples=60, deadline=None)
 @given(shapes, st.integers(0, 2**32), st.lists(st.integers(0, 20_000), min_size=1, max_size=8))
 def test_access_in_any_order_equals_access_in_sequence(shape, seed, steps):
@@ -103,21 +86,7 @@ def test_access_in_any_order_equals_access_in_sequence(shape, seed, steps):
         assert wandering.at(step) == sequence.at(step)
 
 
-def test_steps_far_apart_in_sequence_agree_with_a_jump():
-    sequence = SpacedPermutation(1, "choice", 7, 5)
-    walked = [sequence.at(step) for step in range(6000)]
-    for step in (0, 1, 999, 1022, 1023, 1500, 5999):
-        assert SpacedPermutation(1, "choice", 7, 5).at(step) == walked[step]
-
-
-def test_an_anchor_is_the_last_round_of_the_era_before():
-    order = SpacedPermutation(0, "choice", 8, 6)
-    rounds = order.free + order.bridges
-    for era in (1, 2, 7):
-        assert order.round(era * rounds - 1) == order._anchor(era)[0]
-
-
-@pytest.mark.parametrize("place", [0, 3, 1021, 1030, 1040, 1054, 1056])
+@pytest.mark.parametrize("place", [0, 1021, 1040, 1056])
 def test_the_option_at_one_step_is_uniform_over_seeds(place):
     count, spacing, seeds = 8, 6, 1600  # free rounds are steps 0..1023, bridging rounds 1024..1055
     assert eras(count, spacing) == (128, 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import re
 from collections import Counter as Tally
 from pathlib import Path
 
@@ -75,16 +76,9 @@ def test_spaced_keeps_choices_apart_by_the_spacing_and_no_further_than_it_must()
     assert len(set(steps)) > 90  # of 96
 
 
-def test_the_default_spacing_is_three_quarters_of_the_smallest_choice_with_options():
-    assert make_stream(blocks(9, 20, 1), "spaced").spacing == 6
-    assert make_stream(blocks(4, 4, 4, 4), "spaced").spacing == 3
-    assert make_stream(blocks(2, 2, 2, 2), "spaced").spacing == 1
-
-
-def test_the_default_spacing_gives_way_where_it_leaves_too_little_freedom():
-    alone = make_stream(blocks(4), "spaced")
-    assert alone.spacing < 3
-    assert alone.bits >= 1
+def test_the_default_spacing_is_three_quarters_of_the_smallest_choice_unless_that_leaves_too_little_freedom():
+    spacings = {(9, 20, 1): 6, (4, 4, 4, 4): 3, (2, 2, 2, 2): 1, (4,): 2}
+    assert {counts: make_stream(blocks(*counts), "spaced").spacing for counts in spacings} == spacings
 
 
 @pytest.mark.parametrize(
@@ -100,14 +94,10 @@ def test_the_default_spacing_gives_way_where_it_leaves_too_little_freedom():
     ],
 )
 def test_a_spacing_that_cannot_be_or_leaves_no_freedom_is_refused_with_the_largest_allowed(counts, spacing, message):
-    with pytest.raises(StreamError, match=message):
+    with pytest.raises(StreamError, match=message) as refused:
         Spaced(blocks(*counts), spacing)
-
-
-def test_the_largest_spacing_that_a_message_names_is_allowed():
-    assert Spaced(blocks(6, 6), 5).bits >= 1
-    assert Spaced(blocks(4), 2).bits >= 1
-    assert Spaced(blocks(4, 9), 4).bits >= 1
+    if most := re.search(r"at most (\d+)", str(refused.value)):
+        assert Spaced(blocks(*counts), int(most[1])).bits >= 1
 
 
 @pytest.mark.parametrize("kind", ["fair", "spaced"])
@@ -167,18 +157,6 @@ def test_a_sandwich_holds_the_largest_the_smallest_and_random_subnets():
         Sandwich(space, 1, largest=blocks(3).first())
 
 
-def test_a_fixed_stream_repeats_its_subnet():
-    space = blocks(4, 4)
-    stream = make_stream(space, space.last())
-    assert isinstance(stream, Fixed)
-    assert stream[0] == stream[10**9] == (space.last(),)
-    assert stream.bits == 0
-    empty = Space()
-    assert make_stream(empty, empty.subnet())[3] == (empty.subnet(),)
-    with pytest.raises(SpaceError, match="not of this one"):
-        make_stream(space, blocks(3).first())
-
-
 def test_a_file_gives_the_steps_that_are_written_in_it(tmp_path):
     space = blocks(3, 3)
     a, b = space.first(), space.last()
@@ -211,25 +189,21 @@ def test_a_mistake_in_a_file_names_its_line(tmp_path):
         FromFile(space, tmp_path / "text.jsonl")
     with pytest.raises(StreamError, match="cannot read the stream"):
         FromFile(space, tmp_path / "absent.jsonl")
+    as_json = FromFile(space, write(tmp_path / "steps.jsonl", good)).to_json()
+    write(tmp_path / "steps.jsonl", space.last().to_json())
+    with pytest.raises(StreamError, match="is not what it was"):
+        make_stream(space, as_json)
 
 
 @pytest.mark.parametrize("index", [-1, 1.0, "0", None, True, slice(0, 2)])
-def test_a_step_is_a_natural_number(index):
-    with pytest.raises(StreamError, match="a step is an integer"):
-        make_stream(blocks(3), "iid")[index]
-
-
-def test_a_long_run_remembers_a_few_rounds_only():
-    fair, spaced = make_stream(blocks(3, 5), "fair"), make_stream(blocks(3, 5), "spaced")
-    for step in range(5000):
-        assert len(fair[step]) == len(spaced[step]) == 1
-    assert max(len(order._rounds) for order in fair._orders.values()) <= 32
-    assert max(len(order._eras) for order in spaced._orders.values()) <= 3
-
-
-def test_a_numpy_integer_is_a_step():
-    stream = make_stream(blocks(5, 5), "spaced")
+def test_steps_and_seeds_are_integers(index):
+    stream = make_stream(blocks(3), "iid")
     assert stream[np.int64(12)] == stream[12]
+    with pytest.raises(StreamError, match="a step is an integer"):
+        stream[index]
+    if index != -1:
+        with pytest.raises(StreamError, match="a seed is an integer"):
+            make_stream(blocks(3), "iid", index)
 
 
 @pytest.mark.parametrize(
@@ -252,16 +226,14 @@ def test_what_makes_no_stream_is_refused(spec, options, message):
         make_stream(blocks(5, 5), spec, **options)
 
 
-def test_a_seed_is_an_integer():
-    for seed in ("0", 1.0, True, None):
-        with pytest.raises(StreamError, match="a seed is an integer"):
-            make_stream(blocks(5, 5), "iid", seed)
-
-
-def test_a_stream_passes_through_the_factory_if_it_is_of_the_space():
+def test_a_stream_or_a_subnet_passes_through_the_factory_if_it_is_of_the_space():
     space = blocks(5, 5)
     stream = make_stream(space, "spaced:3")
     assert make_stream(space, stream) is stream
+    fixed = make_stream(space, space.last())
+    assert fixed[0] == fixed[10**9] == (space.last(),)
+    assert fixed.bits == 0
+    assert make_stream(Space(), Space().subnet())[3] == (Space().subnet(),)
     with pytest.raises(StreamError, match="takes no options"):
         make_stream(space, stream, spacing=2)
     with pytest.raises(StreamError, match="not of this one"):
@@ -292,18 +264,10 @@ def test_a_stream_is_made_again_from_its_json_or_its_pickle(tmp_path):
         pickled = pickle.loads(pickle.dumps(stream))
         for step in range(100):
             assert again[step] == stream[step] == pickled[step]
-        assert stream.name in stream.describe()
-        assert "bits a step" in stream.describe()
-        assert stream.seed == 4
-        assert stream.space is space
-
-
-def test_a_file_that_has_changed_is_not_the_stream_that_was_written_down(tmp_path):
-    space = blocks(3, 3)
-    data = FromFile(space, write(tmp_path / "s.jsonl", space.first().to_json())).to_json()
-    write(tmp_path / "s.jsonl", space.last().to_json())
-    with pytest.raises(StreamError, match="is not what it was"):
-        make_stream(space, data)
+        assert f"{stream.name}: " in stream.describe()
+        for step in range(3000 if stream.length is None else 0):
+            assert stream[step]
+        assert len(pickle.dumps(stream)) < 50_000  # a long run remembers a few rounds only
 
 
 @settings(max_examples=40, deadline=None)

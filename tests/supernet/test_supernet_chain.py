@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -66,29 +67,24 @@ def test_a_route_names_the_layers_in_chain_order() -> None:
     assert [layer.block for layer in chain.route(subnet)] == [0, 1, 2]
     assert list(chain.layers) == ["stem", "first.two", "first.three", "first.skip", "second.five", "second.seven"]
     assert [layer.shared for layer in chain.layers.values()] == [True, *[False] * 5]
-
-
-def test_a_subnet_of_another_space_is_refused() -> None:
-    chain, other = three(), Space()
+    assert chain(torch.ones(1), three().space.subnet(first="two", second="five")).item() == 20  # of an equal space
+    other = Space()
     other.categorical("first", ["two", "three", "skip"])
-    with pytest.raises(SpaceError, match="not of this one"):
-        chain(torch.ones(1), other.first())
-    with pytest.raises(SpaceError):
-        chain(torch.ones(1), {"first": "two", "second": "five"})
-
-
-def test_an_equal_space_made_elsewhere_gives_subnets_that_fit() -> None:
-    assert three()(torch.ones(1), three().space.subnet(first="two", second="five")).item() == 20
+    for wrong in (other.first(), {"first": "two", "second": "five"}):
+        with pytest.raises(SpaceError):
+            chain(torch.ones(1), wrong)
 
 
 def test_a_tuple_travels_and_side_inputs_come_by_name() -> None:
     space = Space()
     chain = Chain(
-        Shared(Fork(), "fork"), Choice(space, "join", {"plain": Join(), "other": Join()}, side=["scale"]), inputs="x"
+        Shared(Fork(), "fork"),
+        Choice(space, "join", {"plain": Join(), "other": Join()}, extra_inputs=["scale"]),
+        inputs="x",
     )
     batch = {"scale": torch.tensor(10.0), "x": torch.tensor([1.0, 2.0])}
     assert chain(batch, space.first()).tolist() == [20.0, 60.0]
-    with pytest.raises(SupernetError, match="side input 'scale'"):
+    with pytest.raises(SupernetError, match="extra input 'scale'"):
         chain({"x": batch["x"]}, space.first())
     with pytest.raises(SupernetError, match="takes x, but the batch has scale"):
         chain({"scale": batch["scale"]}, space.first())
@@ -99,24 +95,10 @@ def test_several_inputs_enter_as_a_tuple_and_a_tuple_may_come_out() -> None:
     out = chain({"a": torch.tensor(2.0), "b": torch.tensor(3.0)}, chain.space.subnet())
     assert [part.item() for part in out] == [6.0, 7.0]
     assert [part.item() for part in chain((torch.tensor(2.0), torch.tensor(5.0)), chain.space.subnet())] == [10.0, 11.0]
-
-
-def test_without_a_name_the_first_entry_of_a_batch_enters() -> None:
-    chain = three()
-    subnet = chain.space.first()
-    assert chain({"image": torch.ones(1), "label": torch.zeros(1)}, subnet).item() == 20
+    unnamed = three()
+    assert unnamed({"image": torch.ones(1), "label": torch.zeros(1)}, unnamed.space.first()).item() == 20
     with pytest.raises(SupernetError, match="nothing"):
-        chain({}, subnet)
-
-
-def test_an_optional_block_has_a_choice_of_its_own() -> None:
-    space = Space()
-    chain = Chain(Shared(Times(2.0), "stem"), Optional(space, "extra", Times(3.0)))
-    assert chain(torch.ones(1), space.subnet(extra=True)).item() == 6
-    assert chain(torch.ones(1), space.subnet(extra=False)).item() == 2
-    assert [layer.name for layer in chain.route(space.subnet(extra=False))] == ["stem"]
-    assert chain.largest() == space.subnet(extra=True)
-    assert chain.smallest() == space.subnet(extra=False)
+        unnamed({}, unnamed.space.first())
 
 
 def test_depth_switches_blocks_off_by_a_condition() -> None:
@@ -124,26 +106,24 @@ def test_depth_switches_blocks_off_by_a_condition() -> None:
     depth = space.integer("depth", 1, 3)
     blocks = [Optional(space, f"block{i}", Times(2.0), when=depth > i) for i in range(2)]
     last = Choice(space, "last", {"a": Times(3.0), "b": Times(5.0)}, when=depth >= 3)
-    chain = Chain(*blocks, last)
-    assert space.size() == 2 + 2
-    assert chain(torch.ones(1), space.subnet(depth=1, block0=True)).item() == 2
-    assert chain(torch.ones(1), space.subnet(depth=2, block0=True, block1=True)).item() == 4
-    assert chain(torch.ones(1), space.subnet(depth=3, block0=True, block1=True, last="b")).item() == 20
-    assert chain.smallest() == space.subnet(depth=1, block0=True)
-
-
-def test_largest_and_smallest_count_parameters_and_not_options() -> None:
-    space = Space()
-    candidates: dict[str, nn.Module] = {"big": nn.Linear(9, 9), "small": nn.Linear(2, 2), "middle": nn.Linear(5, 5)}
-    chain = Chain(Choice(space, "b", candidates), Shared(nn.Identity(), "end"))
-    assert chain.largest()["b"] == "big"
-    assert chain.smallest()["b"] == "small"
+    chain = Chain(*blocks, last, Optional(space, "extra", Times(7.0)))
+    assert space.size() == (2 + 2) * 2
+    results = {
+        2: {"depth": 1, "block0": True, "extra": False},
+        4: {"depth": 2, "block0": True, "block1": True, "extra": False},
+        20 * 7: {"depth": 3, "block0": True, "block1": True, "last": "b", "extra": True},
+    }
+    for result, values in results.items():
+        assert chain(torch.ones(1), space.subnet(values)).item() == result
+    assert chain.smallest() == space.subnet(results[2])
+    assert chain.largest() == space.subnet({**results[140], "last": "a"})
+    assert [layer.name for layer in chain.route(chain.smallest())] == ["block0"]
 
 
 def test_largest_and_smallest_are_valid_where_choices_depend_on_one_another() -> None:
     """The candidate with the most parameters would switch a block off, or break a constraint."""
     space = Space()
-    big = Choice(space, "b", {"big": nn.Linear(9, 9), "small": nn.Linear(2, 2)})
+    big = Choice(space, "b", {"big": nn.Linear(9, 9), "small": nn.Linear(2, 2), "middle": nn.Linear(5, 5)})
     tail = Choice(space, "tail", {"x": nn.Identity(), "y": nn.Identity()}, when=space.handle("b") == "small")
     other = Choice(space, "other", {"big": nn.Linear(9, 9), "small": nn.Linear(2, 2)})
     space.require((space.handle("b") == "small") | (space.handle("other") == "small"), "one big layer at most")
@@ -175,24 +155,16 @@ def test_a_weight_or_a_statistic_in_two_layers_is_refused_and_allowed_within_one
     Chain(Shared(nn.Sequential(shared, shared), "both"), Shared(relu, "a"), Shared(relu, "z"))
 
 
-@pytest.mark.parametrize("name", ["", "3x3", "a.b", "a b", "ä", "-a", 3, None, "a/b", "a#b", "a@1", "a+"])
-def test_a_name_that_cannot_be_part_of_a_layers_name_is_refused(name: Any) -> None:
-    with pytest.raises(SupernetError, match="cannot be a name"):
-        Shared(nn.Identity(), name)
-    with pytest.raises(SupernetError, match="cannot be a name"):
-        Choice(Space(), "b", {name: nn.Identity()})
+class Returns(nn.Module):
+    def __init__(self, value: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: Tensor) -> Any:
+        return self.value(x)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["forward", "training", "layers", "space", "blocks", "module", "inputs", "_routes", "_modules", "parameters"],
-)
-def test_a_name_that_modules_use_themselves_is_refused(name: str) -> None:
-    with pytest.raises(SupernetError, match=f"'{name}' is taken"):
-        Chain(Shared(nn.Identity(), name))
-    if hasattr(nn.Module(), name):
-        with pytest.raises(SupernetError, match=f"'{name}' is taken"):
-            Chain(Choice(Space(), "b", {name: nn.Identity()}))
+IDENTITY: dict[str, nn.Module] = {"x": nn.Identity()}
 
 
 @pytest.mark.parametrize(
@@ -202,21 +174,23 @@ def test_a_name_that_modules_use_themselves_is_refused(name: str) -> None:
         (lambda: Choice(Space(), "b", {}), "no candidates"),
         (lambda: Chain(Choice(Space(), "b", {"x": 3})), "'b.x' must be an nn.Module or a function"),
         (lambda: Chain(Shared(nn.Identity(), "a"), Shared(nn.Identity(), "a")), "two blocks are named 'a'"),
-        (lambda: Chain(*(Choice(Space(), name, {"x": nn.Identity()}) for name in "ab")), "different spaces"),
+        (lambda: Chain(*(Choice(Space(), name, IDENTITY) for name in "ab")), "different spaces"),
+        *(
+            (partial(Shared, nn.Identity(), name), "cannot be a name")
+            for name in ("", "3x", "a.b", "a b", "ä", 3, "a#")
+        ),
+        (lambda: Choice(Space(), "b", {"a/b": nn.Identity()}), "cannot be a name"),
+        (lambda: Shared(nn.Identity(), "a", side=["x"]), "side= was renamed to extra_inputs="),
+        *(
+            (lambda name=name: Chain(Shared(nn.Identity(), name)), f"'{name}' is taken")
+            for name in ("forward", "training", "layers", "space", "blocks", "inputs", "_routes", "_modules")
+        ),
+        (lambda: Chain(Choice(Space(), "b", {"parameters": nn.Identity()})), "'parameters' is taken"),
     ],
 )
 def test_blocks_that_make_no_chain_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(SupernetError, match=message):
         make()
-
-
-class Returns(nn.Module):
-    def __init__(self, value: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.value = value
-
-    def forward(self, x: Tensor) -> Any:
-        return self.value(x)
 
 
 @pytest.mark.parametrize(
@@ -227,9 +201,4 @@ def test_what_cannot_travel_along_a_chain_is_refused(value: Callable[[Tensor], A
     chain = Chain(Choice(space, "b", {"bad": Returns(value)}), Shared(nn.Identity(), "end"))
     with pytest.raises(SupernetError, match=r"'b.bad' gave .* cannot pass on"):
         chain(torch.ones(1), space.first())
-
-
-def test_a_list_of_tensors_travels_as_a_tuple() -> None:
-    space = Space()
-    chain = Chain(Choice(space, "b", {"two": Returns(lambda x: [x, x])}), Shared(Join(), "join"))
-    assert chain(torch.tensor(3.0), space.first()).item() == 9
+    assert len(Chain(Shared(Returns(lambda x: [x, x]), "two"))(torch.ones(1), Space().subnet())) == 2

@@ -29,7 +29,7 @@ from weft.errors import SupernetError, WeftError
 from weft.space import Space, Subnet
 from weft.supernet import Chain, Choice, Shared, export, extract
 from weft.supernet.export import _check_near
-from weft.utils.rng import key, torch_seeded
+from weft.utils.rng import torch_seeded
 
 onnxruntime = pytest.importorskip("onnxruntime")
 NETS = ("conv", "tuple")
@@ -86,8 +86,7 @@ class Exported:
 
     def wanted(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         with torch.no_grad():
-            found = self.module(*inputs)
-        return found if isinstance(found, tuple) else (found,)
+            return as_tuple(self.module(*inputs))
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +105,7 @@ def nets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
         folder = tmp_path_factory.mktemp("export") / name
         metadata = {"subnet": subnet, "scores": {"accuracy": np.float32(0.5)}, "command": ["weft", "export"]}
         paths = export(module, inputs, folder, metadata=metadata)
-        program = torch.export.load(paths["torch"]).module()
-        session = onnxruntime.InferenceSession(paths["onnx"], providers=["CPUExecutionProvider"])
-        exported[name] = Exported(module, inputs, draw, folder, paths, program, session)
+        exported[name] = Exported(module, inputs, draw, folder, paths, loaded(paths), session_of(paths))
     return exported
 
 
@@ -116,18 +113,32 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def as_tuple(found: Any) -> tuple[Tensor, ...]:
-    return found if isinstance(found, tuple) else (found,)
+def as_tuple(found: Any) -> tuple[Any, ...]:
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
 
 
-def assert_same(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+def described(paths: dict[str, Path]) -> dict[str, Any]:
+    return json.loads(paths["json"].read_text())
+
+
+def loaded(paths: dict[str, Path]) -> Any:
+    return torch.export.load(paths["torch"]).module()
+
+
+def session_of(paths: dict[str, Path]) -> Any:
+    return onnxruntime.InferenceSession(paths["onnx"], providers=["CPUExecutionProvider"])
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    found, wanted = as_tuple(found), as_tuple(wanted)
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one, other)
 
 
-def assert_near(found: list[Any], wanted: tuple[Tensor, ...]) -> None:
+def assert_near(found: list[Any], wanted: Any) -> None:
+    wanted = as_tuple(wanted)
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):
         assert str(one.dtype) == str(other.dtype).removeprefix("torch.")
@@ -135,36 +146,29 @@ def assert_near(found: list[Any], wanted: tuple[Tensor, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_the_folder_holds_the_three_files_and_their_description_and_nothing_else(
+def test_the_folder_holds_the_files_with_the_state_of_the_module_and_nothing_else(
     nets: dict[str, Exported], name: str
 ) -> None:
     net = nets[name]
-    assert sorted(path.name for path in net.folder.iterdir()) == [
-        "model.json",
-        "model.onnx",
-        "model.pt2",
-        "model.safetensors",
-    ]
-    assert {path.name for path in net.paths.values()} == {path.name for path in net.folder.iterdir()}
+    files = ["model.json", "model.onnx", "model.pt2", "model.safetensors"]
+    assert sorted(path.name for path in net.folder.iterdir()) == files
+    assert sorted(path.name for path in net.paths.values()) == files
     assert len({path.stat().st_mode for path in net.folder.iterdir()}) == 1
-
-
-@pytest.mark.parametrize("name", NETS)
-def test_the_safetensors_are_the_state_of_the_module(nets: dict[str, Exported], name: str) -> None:
-    state, saved = nets[name].module.state_dict(), load_file(nets[name].paths["safetensors"])
+    state, saved = net.module.state_dict(), load_file(net.paths["safetensors"])
     assert saved.keys() == state.keys()
-    for key_, value in state.items():
-        assert_same((saved[key_],), (value,))
-    again = copy.deepcopy(nets[name].module)
-    for parameter in again.parameters():
-        nn.init.zeros_(parameter)
-    again.load_state_dict(saved)
-    with torch.no_grad():
-        assert_same(as_tuple(again(*nets[name].inputs)), nets[name].wanted(nets[name].inputs))
+    assert_same([saved[name] for name in state], list(state.values()))
+    parts = [path.read_bytes() for path in net.paths.values()]
+    with zipfile.ZipFile(net.paths["torch"]) as archive:
+        parts += [archive.read(name) for name in archive.namelist()]
+    for part in parts:  # nobody learns from a file where its sources lay
+        assert Path(__file__).name.encode() not in part
+        assert str(Path.home()).encode() + b"/" not in part
+        assert b"site-packages" not in part
 
 
 def test_the_description_says_how_to_call_the_module_and_where_it_comes_from(nets: dict[str, Exported]) -> None:
-    text = nets["tuple"].paths["json"].read_text()
+    net = nets["tuple"]
+    text = net.paths["json"].read_text()
     _, subnet = conv_chain()
     known = list(distributions(name="weft"))  # none where the tests run on the sources, without an installation
     assert json.loads(text) == {
@@ -184,41 +188,24 @@ def test_the_description_says_how_to_call_the_module_and_where_it_comes_from(net
         "versions": {"torch": torch.__version__, "weft": known[0].version if known else None},
     }
     assert text == json.dumps(json.loads(text), sort_keys=True, indent=2) + "\n"
+    for part, sizes in ((net.session.get_inputs(), [[5], [5]]), (net.session.get_outputs(), [[3], []])):
+        assert [one.shape for one in part] == [["batch", *rest] for rest in sizes]
 
 
 @pytest.mark.parametrize("name", NETS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(rows=st.integers(1, 9), seed=st.integers(0, 99))
-def test_the_torch_program_repeats_the_module_to_the_last_bit_for_any_batch(
+def test_the_programs_repeat_the_module_for_any_batch_torch_to_the_last_bit(
     nets: dict[str, Exported], name: str, rows: int, seed: int
 ) -> None:
+    net = nets[name]
     with torch_seeded(seed, "rows"):
-        inputs = nets[name].draw(rows)
+        inputs = net.draw(rows)
     with torch.no_grad():
-        assert_same(as_tuple(nets[name].program(*inputs)), nets[name].wanted(inputs))
-
-
-@pytest.mark.parametrize("name", NETS)
-@settings(max_examples=15, deadline=None)
-@given(rows=st.integers(1, 9), seed=st.integers(0, 99))
-def test_onnx_computes_what_the_module_computes_for_any_batch(
-    nets: dict[str, Exported], name: str, rows: int, seed: int
-) -> None:
-    with torch_seeded(seed, "rows"):
-        inputs = nets[name].draw(rows)
-    described = json.loads(nets[name].paths["json"].read_text())
-    names = [one["name"] for one in described["inputs"]]
+        assert_same(net.program(*inputs), net.wanted(inputs))
+    names = [one.name for one in net.session.get_inputs()]
     feed = {one: value.numpy() for one, value in zip(names, inputs, strict=True)}
-    assert_near(nets[name].session.run([one["name"] for one in described["outputs"]], feed), nets[name].wanted(inputs))
-
-
-def test_the_batch_of_an_onnx_model_is_called_batch(nets: dict[str, Exported]) -> None:
-    session = nets["tuple"].session
-    assert [(one.name, one.shape) for one in session.get_inputs()] == [("tokens", ["batch", 5]), ("mask", ["batch", 5])]
-    assert [(one.name, one.shape) for one in session.get_outputs()] == [
-        ("output_0", ["batch", 3]),
-        ("output_1", ["batch"]),
-    ]
+    assert_near(net.session.run(None, feed), net.wanted(inputs))
 
 
 FRESH = """
@@ -272,31 +259,19 @@ def test_the_programs_run_in_a_process_that_cannot_import_weft(nets: dict[str, E
     for folder, outputs in zip(folders, wanted, strict=True):
         found = np.load(folder / "found.npz", allow_pickle=False)
         assert len(found.files) == 2 * len(outputs)
-        assert_same(tuple(torch.from_numpy(found[f"torch_{i}"]) for i in range(len(outputs))), outputs)
+        assert_same([torch.from_numpy(found[f"torch_{i}"]) for i in range(len(outputs))], outputs)
         assert_near([found[f"onnx_{i}"] for i in range(len(outputs))], outputs)
-
-
-def test_no_file_names_the_sources_of_the_module(nets: dict[str, Exported]) -> None:
-    for net in nets.values():
-        parts = [path.read_bytes() for path in net.paths.values()]
-        with zipfile.ZipFile(net.paths["torch"]) as archive:
-            parts += [archive.read(name) for name in archive.namelist()]
-        assert len(parts) > 8
-        for part in parts:
-            assert Path(__file__).name.encode() not in part
-            assert str(Path.home()).encode() + b"/" not in part
-            assert b"site-packages" not in part
 
 
 def fingerprint(module: nn.Module, inputs: tuple[Tensor, ...]) -> str:
     tensors = [*module.state_dict(keep_vars=True).values(), *inputs]
-    told = [
+    facts = [
         (id(value), value.data_ptr(), value.requires_grad, value.grad is None, str(value.device), value.tolist())
         for value in tensors
     ]
     flags = [(name, part.training, sorted(vars(part))) for name, part in module.named_modules()]
     marks = [sorted(vars(value)) for value in inputs]
-    return hashlib.sha256(repr((told, flags, marks)).encode()).hexdigest()
+    return hashlib.sha256(repr((facts, flags, marks)).encode()).hexdigest()
 
 
 def test_the_module_and_its_inputs_and_the_process_are_left_as_they_were(tmp_path: Path) -> None:
@@ -305,41 +280,17 @@ def test_the_module_and_its_inputs_and_the_process_are_left_as_they_were(tmp_pat
     module[0].weight.requires_grad_(False)
     module[1].weight.grad = torch.ones(4)
     inputs = (torch.randn(5, 3, requires_grad=True),)
-    handlers = [handler for handler in logging.getLogger("torch").handlers if handler.filters]
-    before = fingerprint(module, inputs), torch.get_rng_state().tolist(), torch.is_grad_enabled(), handlers
-    streams = sys.stdout, sys.stderr, torch.backends.mha.get_fastpath_enabled(), list(warnings.filters)
-    export(module, inputs, tmp_path)
-    handlers = [handler for handler in logging.getLogger("torch").handlers if handler.filters]
-    assert (fingerprint(module, inputs), torch.get_rng_state().tolist(), torch.is_grad_enabled(), handlers) == before
-    assert (sys.stdout, sys.stderr, torch.backends.mha.get_fastpath_enabled(), list(warnings.filters)) == streams
+
+    def state() -> list[Any]:
+        torch_state = torch.get_rng_state().tolist(), torch.is_grad_enabled(), torch.backends.mha.get_fastpath_enabled()
+        streams = sys.stdout, sys.stderr, list(warnings.filters), logging.root.manager.disable
+        return [fingerprint(module, inputs), torch_state, streams]
+
+    before = state()
+    paths = export(module, inputs, tmp_path, ["torch"])
+    assert state() == before
     with torch.no_grad():  # dropout is off in the files, whatever the module's own mode
-        found = torch.export.load(tmp_path / "model.pt2").module()(*inputs)
-        assert_same((found,), (copy.deepcopy(module).eval()(*inputs),))
-
-
-MODES = {
-    "inference": torch.inference_mode,
-    "no_grad": torch.no_grad,
-    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-}
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_mode_in_which_export_is_called_is_no_part_of_the_program(mode: str, tmp_path: Path) -> None:
-    with MODES[mode]():
-        module, inputs = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval(), (torch.randn(5, 3),)
-        paths = export(module, inputs, tmp_path, ["torch"])
-    described = json.loads(paths["json"].read_text())
-    assert described["dynamic_batch"] == {"torch": True}
-    assert described["outputs"] == [{"name": "output", "shape": [5, 4], "dtype": "float32"}]
-    program = torch.export.load(paths["torch"])
-    assert [str(node.target) for node in program.graph.nodes if node.op == "call_function"] == [
-        "aten.linear.default",
-        "aten.batch_norm.default",
-    ]
-    rows = torch.randn(2, 3)
-    with torch.no_grad():
-        assert_same((program.module()(rows),), (module(rows),))
+        assert_same(loaded(paths)(*inputs), copy.deepcopy(module).eval()(*inputs))
 
 
 class Baked(nn.Module):
@@ -352,14 +303,12 @@ def test_a_module_with_a_fixed_batch_is_exported_for_that_batch_and_the_reason_i
 ) -> None:
     inputs = (torch.randn(4, 6),)
     paths = export(Baked(), inputs, tmp_path)
-    assert json.loads(paths["json"].read_text())["dynamic_batch"] == {"torch": False, "onnx": False}
-    logged = [record.getMessage() for record in caplog.records if record.name == "weft.supernet"]
-    assert len(logged) == 2
-    assert all("constant (4)" in message for message in logged)
-    assert_same((torch.export.load(paths["torch"]).module()(*inputs),), (Baked()(*inputs),))
-    session = onnxruntime.InferenceSession(paths["onnx"], providers=["CPUExecutionProvider"])
-    assert session.get_inputs()[0].shape == [4, 6]
-    assert_near(session.run(None, {"x": inputs[0].numpy()}), (Baked()(*inputs),))
+    assert described(paths)["dynamic_batch"] == {"torch": False, "onnx": False}
+    messages = [record.getMessage() for record in caplog.records if record.name == "weft.supernet"]
+    assert ["constant (4)" in message for message in messages] == [True, True]
+    assert_same(loaded(paths)(*inputs), Baked()(*inputs))
+    assert session_of(paths).get_inputs()[0].shape == [4, 6]
+    assert_near(session_of(paths).run(None, {"x": inputs[0].numpy()}), Baked()(*inputs))
 
 
 class Squares(nn.Module):
@@ -369,32 +318,25 @@ class Squares(nn.Module):
 
 def test_a_second_input_that_only_happens_to_be_as_long_as_the_batch_keeps_its_shape(tmp_path: Path) -> None:
     paths = export(Squares(), (torch.randn(6, 6), torch.randn(6, 6)), tmp_path)
-    assert json.loads(paths["json"].read_text())["dynamic_batch"] == {"torch": True, "onnx": True}
+    assert described(paths)["dynamic_batch"] == {"torch": True, "onnx": True}
     x, square = torch.randn(9, 6), torch.randn(6, 6)
-    assert_same(torch.export.load(paths["torch"]).module()(x, square), Squares()(x, square))
-    session = onnxruntime.InferenceSession(paths["onnx"], providers=["CPUExecutionProvider"])
+    assert_same(loaded(paths)(x, square), Squares()(x, square))
+    session = session_of(paths)
     assert [one.shape for one in session.get_inputs()] == [["batch", 6], [6, 6]]
     assert_near(session.run(None, {"x": x.numpy(), "square": square.numpy()}), Squares()(x, square))
 
 
-def test_an_example_of_a_single_row_gives_a_program_for_any_batch(tmp_path: Path) -> None:
-    module = nn.Linear(3, 2)
-    paths = export(module, (torch.randn(1, 3),), tmp_path, "torch")
-    described = json.loads(paths["json"].read_text())
-    assert described["dynamic_batch"] == {"torch": True}
-    assert described["inputs"] == [{"name": "input", "shape": [1, 3], "dtype": "float32"}]
-    program = torch.export.load(paths["torch"]).module()
-    for rows in (1, 2, 5):
-        x = torch.randn(rows, 3)
-        assert_same((program(x),), (module(x),))
-
-
-def test_an_attention_layer_is_exported_although_its_fused_path_rounds_otherwise(tmp_path: Path) -> None:
-    with torch_seeded("attention"):
-        layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.randn(3, 5, 8)
-    paths = export(layer, (x,), tmp_path, ["torch"])
-    found = torch.export.load(paths["torch"]).module()(x)
-    assert_same((found,), (layer(x),))  # with gradients, the layer itself takes the path that was traced
+@pytest.mark.parametrize(
+    "mode", [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", dtype=torch.bfloat16)]
+)
+def test_the_mode_in_which_export_is_called_is_no_part_of_the_program(mode: Any, tmp_path: Path) -> None:
+    with mode():
+        module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()
+        paths = export(module, (torch.randn(5, 3),), tmp_path, "torch")
+    assert described(paths)["outputs"] == [{"name": "output", "shape": [5, 4], "dtype": "float32"}]
+    nodes = torch.export.load(paths["torch"]).graph.nodes
+    calls = [str(node.target) for node in nodes if node.op == "call_function"]
+    assert calls == ["aten.linear.default", "aten.batch_norm.default"]
 
 
 class Tied(nn.Module):
@@ -412,35 +354,48 @@ class Tied(nn.Module):
 
 def test_tied_weights_and_views_are_saved_as_they_look(tmp_path: Path) -> None:
     module = Tied()
-    paths = export(module, (torch.randint(5, (3, 2)),), tmp_path, ["safetensors"])
-    saved = load_file(paths["safetensors"])
+    saved = load_file(export(module, (torch.randint(5, (3, 2)),), tmp_path, "safetensors")["safetensors"])
     assert sorted(saved) == ["out.weight", "slice", "table.weight", "turned"]
-    for name, value in module.state_dict().items():
-        assert_same((saved[name],), (value,))
-    assert not (tmp_path / "model.pt2").exists()
+    assert_same([saved[name] for name in module.state_dict()], list(module.state_dict().values()))
 
 
-def test_weights_too_large_for_one_onnx_file_are_moved_along_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_example_of_a_single_row_gives_a_program_for_any_batch(tmp_path: Path) -> None:
+    module = nn.Linear(3, 2)
+    paths = export(module, (torch.randn(1, 3),), tmp_path, "torch")
+    assert described(paths)["dynamic_batch"] == {"torch": True}
+    assert described(paths)["inputs"] == [{"name": "input", "shape": [1, 3], "dtype": "float32"}]
+    for rows in (1, 2, 5):
+        x = torch.randn(rows, 3)
+        assert_same(loaded(paths)(x), module(x))
+
+
+def test_an_attention_layer_is_exported_although_its_fused_path_rounds_otherwise(tmp_path: Path) -> None:
+    with torch_seeded("attention"):
+        layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.randn(3, 5, 8)
+    found = loaded(export(layer, (x,), tmp_path, ["torch"]))(x)
+    assert_same(found, layer(x))  # with gradients, the layer itself takes the path that was traced
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ({"formats": ["torch", "onxx"]}, "unknown format 'onxx'; did you mean 'onnx'"),
+        ({"formats": []}, "at least one format"),
+        ({"inputs": torch.ones(1, 2)}, "tuple of example tensors"),
+        ({"inputs": ([1.0, 2.0],)}, "tuple of example tensors"),
+        ({"inputs": (torch.ones(1, 3),)}, "cannot be exported with these inputs: .*mat"),
+        ({"inputs": (torch.ones(1, 2), torch.ones(1, 2))}, "cannot be exported with these inputs: .*arguments"),
+        ({"metadata": {"inputs": []}}, "the key 'inputs' of model.json is written by export"),
+        ({"metadata": {"scores": {"loss": float("nan")}}}, "cannot be written to model.json"),
+        ({"metadata": {"subnet": object()}}, "use numbers, strings, lists or mappings"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_before_anything_is_written(
+    arguments: dict[str, Any], word: str, tmp_path: Path
 ) -> None:
-    where = "torch.onnx._internal.exporter._onnx_program"
-    __import__(where)
-    if not hasattr(sys.modules[where], "_LARGE_MODEL_THRESHOLD"):
-        pytest.skip("this version of torch keeps its limit elsewhere")
-    monkeypatch.setattr(f"{where}._LARGE_MODEL_THRESHOLD", 0)  # as if the model were larger than 2 GB
-    module, x = nn.Linear(64, 64), torch.randn(2, 64)
-    paths = export(module, (x,), tmp_path, ["onnx"])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.json", "model.onnx", "model.onnx.data"]
-    session = onnxruntime.InferenceSession(paths["onnx"], providers=["CPUExecutionProvider"])
-    assert_near(session.run(None, {"input": x.numpy()}), (module(x).detach(),))
-
-
-def test_a_mistyped_format_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
-    with pytest.raises(SupernetError, match="unknown format 'onxx'; did you mean 'onnx'"):
-        export(nn.Linear(2, 2), (torch.ones(1, 2),), tmp_path / "new", ["torch", "onxx"])
-    with pytest.raises(SupernetError, match="at least one format of safetensors, torch, onnx"):
-        export(nn.Linear(2, 2), (torch.ones(1, 2),), tmp_path / "new", [])
-    assert contents(tmp_path) == {}
+    with pytest.raises(SupernetError, match=word):
+        export(nn.Linear(2, 2), **{"inputs": (torch.ones(1, 2),), "folder": tmp_path / "new", **arguments})
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
@@ -454,36 +409,6 @@ def test_a_missing_package_is_named_before_anything_is_written(
     export(nn.Linear(2, 2), (torch.ones(1, 2),), tmp_path / "new", ["safetensors"])  # which needs none of them
 
 
-@pytest.mark.parametrize(
-    ("inputs", "told"),
-    [
-        (torch.ones(1, 2), "tuple of example tensors"),
-        ((), "tuple of example tensors"),
-        (([1.0, 2.0],), "tuple of example tensors"),
-        ((torch.ones(1, 3),), "cannot be exported with these inputs: .*mat"),
-        ((torch.ones(1, 2), torch.ones(1, 2)), "cannot be exported with these inputs: .*arguments"),
-    ],
-)
-def test_inputs_that_the_module_does_not_take_are_refused(inputs: Any, told: str, tmp_path: Path) -> None:
-    with pytest.raises(SupernetError, match=told):
-        export(nn.Linear(2, 2), inputs, tmp_path / "new")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("metadata", "told"),
-    [
-        ({"inputs": []}, "the key 'inputs' of model.json is written by export"),
-        ({"scores": {"loss": float("nan")}}, "cannot be written to model.json"),
-        ({"subnet": object()}, "use numbers, strings, lists or mappings"),
-    ],
-)
-def test_metadata_that_cannot_be_kept_is_refused(metadata: dict[str, Any], told: str, tmp_path: Path) -> None:
-    with pytest.raises(SupernetError, match=told):
-        export(nn.Linear(2, 2), (torch.ones(1, 2),), tmp_path / "new", metadata=metadata)
-    assert list(tmp_path.iterdir()) == []
-
-
 class Dice(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.rand_like(x)
@@ -494,43 +419,30 @@ class Branch(nn.Module):
         return x if x.sum() > 0 else 2 * x
 
 
-class Chatter(nn.Module):
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"x": x}
-
-
 @pytest.mark.parametrize(
-    ("module", "formats", "told"),
+    ("module", "formats", "word"),
     [
         (Dice(), ["safetensors", "torch"], "does not repeat the outputs of the module to the last bit"),
-        (Dice(), ["onnx"], "ONNX cannot hold the module: .*differs from that of the module; leave 'onnx' out"),
         (Branch(), ["safetensors", "torch"], r"torch.export cannot trace .*formats=\('safetensors',\)"),
-        (nn.Linear(4, 4).bfloat16(), ["torch", "onnx"], "ONNX cannot hold the module"),
-        (Chatter(), ["safetensors"], "return a tensor or a tuple of tensors"),
+        (nn.Linear(4, 4).bfloat16(), ["torch", "onnx"], "ONNX cannot hold the module: .*; leave 'onnx' out"),
     ],
 )
-def test_an_export_that_fails_leaves_the_folder_as_it_was(
-    module: nn.Module, formats: list[str], told: str, tmp_path: Path
+def test_an_export_that_fails_leaves_the_folder_as_it_was_and_one_that_does_not_replaces_its_files(
+    module: nn.Module, formats: list[str], word: str, tmp_path: Path
 ) -> None:
     old = tmp_path / "old"
-    export(nn.Linear(4, 4), (torch.ones(2, 4),), old, ["safetensors"])
+    for size in (3, 4):
+        paths = export(nn.Linear(size, size), (torch.ones(2, size),), old, ["safetensors"])
+        assert described(paths)["inputs"][0]["shape"] == [2, size]
+        assert load_file(paths["safetensors"])["weight"].shape == (size, size)
     before = contents(tmp_path)
     x = torch.ones(2, 4, dtype=next(iter(module.state_dict().values()), torch.ones(1)).dtype)
     for folder in (old, tmp_path / "new"):
-        with pytest.raises(SupernetError, match=told):
+        with pytest.raises(SupernetError, match=word):
             export(module, (x,), folder, formats)
     assert contents(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
-    assert len(list(old.iterdir())) == 2
-
-
-def test_a_second_export_takes_the_place_of_the_first(tmp_path: Path) -> None:
-    for size in (2, 3):
-        module = nn.Linear(size, size)
-        paths = export(module, (torch.ones(2, size),), tmp_path, ["safetensors"])
-        assert_same((load_file(paths["safetensors"])["weight"],), (module.weight.detach(),))
-        assert json.loads(paths["json"].read_text())["inputs"][0]["shape"] == [2, size]
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["model.json", "model.safetensors"]
+    assert sorted(path.name for path in old.iterdir()) == ["model.json", "model.safetensors"]
 
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
@@ -560,7 +472,7 @@ try:
 except weft.errors.SupernetError:
     pass
 weft.supernet.export(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten()), (torch.ones(2, 1, 5, 5),), sys.argv[1])
-logging.getLogger("torch.export").warning("heard again")
+logging.getLogger("torch.export").warning("logged afterwards")
 print("printed")
 """
 
@@ -570,28 +482,14 @@ def test_nothing_is_printed_and_heavy_packages_are_imported_only_when_needed(tmp
     assert done.returncode == 0, done.stderr
     assert done.stdout == "printed\n"
     assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.strip().endswith("heard again")
+    assert done.stderr.strip().endswith("logged afterwards")
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    size=st.integers(1, 6),
-    seed=st.integers(0, 999),
-    place=st.integers(0, 5),
-    factor=st.sampled_from([0.0, 0.5, 2.0, 9.0]),
-)
-def test_an_onnx_output_is_near_within_the_tolerance_of_its_scale_and_type(
-    size: int, seed: int, place: int, factor: float
-) -> None:
-    wanted = np.random.Generator(np.random.PCG64(key(seed, "near"))).normal(size=size) * 10.0 ** (seed % 7 - 3)
-    allowed = 1e-5 * np.abs(wanted).max() + 1e-4 * np.abs(wanted)
-    found = wanted.copy()
-    found[place % size] += factor * allowed[place % size]
-    if factor < 1:
-        _check_near("output", found, wanted)
-    else:
-        with pytest.raises(SupernetError, match="differs"):
-            _check_near("output", found, wanted)
-    for other in (wanted.astype(np.float32), wanted[None], np.where(wanted == wanted, np.nan, wanted)):
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_an_onnx_output_is_near_within_the_tolerance_of_its_scale_and_type(scale: float) -> None:
+    wanted = np.random.Generator(np.random.PCG64(0)).normal(size=6) * scale
+    step = np.eye(6)[2] * (1e-5 * np.abs(wanted).max() + 1e-4 * np.abs(wanted))
+    _check_near("output", wanted + 0.5 * step, wanted)
+    for other in (wanted + 2 * step, wanted.astype(np.float32), wanted[None], np.full(6, np.nan)):
         with pytest.raises(SupernetError, match="output"):
             _check_near("output", other, wanted)

@@ -57,7 +57,7 @@ def plain() -> Chain:
 def carrying() -> Chain:
     space = Space()
     blocks = [Choice(space, f"block{i}", {"p": Skip, "q": Skip}) for i in range(2)]
-    return Chain(*blocks, Choice(space, "merge", {"one": Merge, "two": Merge}, side=["mask"]), inputs="x")
+    return Chain(*blocks, Choice(space, "merge", {"one": Merge, "two": Merge}, extra_inputs=["mask"]), inputs="x")
 
 
 def own_modules(module: nn.Module) -> set[str]:
@@ -78,6 +78,19 @@ def test_every_subnet_comes_out_as_a_sequential_with_equal_bits() -> None:
             assert all(name.split(".")[0] == "torch" for name in own_modules(found))
             assert len(found) == len(chain.route(subnet))
     assert isinstance(extract(chain, chain.space.first(), {"x": x}), nn.Sequential)
+
+
+def test_a_skipped_chain_is_the_identity_a_tuple_leaves_as_one_and_tied_weights_stay_tied() -> None:
+    space, x = Space(), torch.randn(2, 3)
+    skipped = Chain(Optional(space, "a", nn.Linear(3, 3)))
+    assert torch.equal(extract(skipped, space.subnet(a=False))(x), x)
+    assert torch.equal(skipped(x, space.subnet(a=False)), x)
+    inner = nn.Linear(3, 3)
+    chain = Chain(Shared(nn.Sequential(inner, nn.ReLU(), inner), "tied"), Shared(Skip(), "skip"))
+    found = extract(chain, chain.space.subnet(), {"x": x})
+    for mine, true in zip(found(x), chain(x, chain.space.subnet()), strict=True):
+        assert torch.equal(mine, true)
+    assert found.tied[0] is found.tied[2]
 
 
 def test_what_cannot_be_extracted_is_refused_with_the_reason() -> None:
@@ -108,20 +121,15 @@ def test_tuples_and_side_inputs_come_out_as_a_graph_with_equal_bits() -> None:
         assert not any(name.startswith("weft") for name in own_modules(found))
 
 
-def test_a_tuple_that_leaves_the_chain_leaves_the_graph() -> None:
-    chain = initialise(lambda: Chain(Choice(Space(), "b", {"only": Skip})), 1).eval()
-    x = torch.randn(2, 3)
-    subnet = chain.space.first()
-    found = extract(chain, subnet, {"x": x})
-    for mine, true in zip(found(x), chain(x, subnet), strict=True):
-        assert torch.equal(mine, true)
-
-
 @pytest.mark.parametrize("make", [plain, carrying])
 def test_the_extracted_module_and_the_chain_are_independent(make: Callable[[], Chain]) -> None:
     chain = initialise(make, 1).eval()
     subnet = chain.space.first()
     batch = {"x": torch.randn(4, 1, 5, 5) if make is plain else torch.randn(4, 3), "mask": torch.randn(4, 3)}
+    chain.train()
+    extract(chain, subnet, batch)
+    assert all(part.training for part in chain.modules())
+    chain.eval()
     inputs = (batch["x"],) if make is plain else (batch["x"], batch["mask"])
     for parameter in chain.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -139,25 +147,3 @@ def test_the_extracted_module_and_the_chain_are_independent(make: Callable[[], C
         for tensor in found.state_dict().values():
             tensor.zero_()
         assert torch.equal(chain(batch, subnet), changed)
-
-
-def test_extraction_leaves_the_chain_in_its_mode() -> None:
-    chain = initialise(carrying, 1).train()
-    extract(chain, chain.space.first(), {"x": torch.randn(2, 3), "mask": torch.ones(2, 3)})
-    assert all(part.training for part in chain.modules())
-
-
-def test_weights_tied_within_a_layer_stay_tied() -> None:
-    inner = nn.Linear(3, 3)
-    chain = Chain(Choice(Space(), "b", {"only": nn.Sequential(inner, nn.ReLU(), inner)}))
-    found = extract(chain, chain.space.first())
-    assert found[0][0] is found[0][2]
-    assert len(list(found.parameters())) == 2
-
-
-def test_a_subnet_of_nothing_but_skips_is_the_identity() -> None:
-    space = Space()
-    chain = Chain(Optional(space, "a", nn.Linear(3, 3)))
-    x = torch.randn(2, 3)
-    assert torch.equal(extract(chain, space.subnet(a=False))(x), x)
-    assert torch.equal(chain(x, space.subnet(a=False)), x)

@@ -37,7 +37,12 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def test_the_same_seed_gives_the_same_supernet_and_another_another() -> None:
-    assert same(state(initialise(build, 1)), state(initialise(build, 1)))
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first = state(initialise(build, 1))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)  # the user's generator has no part in it
+    assert same(state(initialise(build, 1)), first)
     one, two = state(initialise(build, 1)), state(initialise(build, 2))
     assert not any(torch.equal(one[name], two[name]) for name in one if name.endswith("0.weight"))
 
@@ -47,23 +52,8 @@ def test_a_layers_weights_do_not_depend_on_the_other_layers() -> None:
     assert same(a, {name: b[name] for name in a})
     alone = initialise(lambda: Chain(Shared(partial(nn.Linear, 3, 2), "head")), 1)
     assert torch.equal(alone.module("head").weight, a["head.weight"])
-
-
-def test_layers_made_by_one_factory_differ_by_their_names() -> None:
-    space = Space()
-    chain = initialise(
-        lambda: Chain(Choice(space, "b", {"p": partial(nn.Linear, 3, 3), "q": partial(nn.Linear, 3, 3)}))
-    )
-    assert not torch.equal(chain.module("b.p").weight, chain.module("b.q").weight)
-
-
-def test_building_neither_draws_from_nor_moves_the_users_generator() -> None:
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    one = state(initialise(build, 1))
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(6)
-    assert same(one, state(initialise(build, 1)))
+    chain = initialise(lambda: Chain(*(Shared(partial(nn.Linear, 3, 3), name) for name in "pq")))
+    assert not torch.equal(chain.module("p").weight, chain.module("q").weight)
 
 
 def test_a_module_keeps_its_values_and_a_factory_is_called_once() -> None:
@@ -129,33 +119,24 @@ def test_a_module_on_the_meta_device_becomes_what_its_factory_makes(make: Callab
     built = initialise(chain, 3)
     assert not any(t.is_meta for t in built.state_dict().values())
     assert same(state(factory), state(built))
+    with torch.device("meta"):  # a factory may be called here too, and resets later
+        late = initialise(Chain(Shared(make, "a")), 3, only=["a"])
+    assert same(state(late), state(factory))
 
 
-def test_a_factory_may_be_called_under_the_meta_device_and_resets_later() -> None:
-    with torch.device("meta"):
-        chain = build()
-        initialise(chain, 1, only=[])
-    assert same(state(initialise(chain, 1)), state(initialise(build, 1)))
-
-
-def test_a_part_that_has_values_keeps_them_beside_one_on_the_meta_device() -> None:
-    pretrained = nn.Linear(3, 3)
-    with torch.device("meta"):
-        new = nn.Linear(3, 3)
-    before = pretrained.weight.detach().clone()
-    chain = initialise(Chain(Shared(nn.Sequential(pretrained, new), "a")), 1)
-    assert torch.equal(chain.module("a")[0].weight, before)
-    assert not chain.module("a")[1].weight.is_meta
-
-
-def test_a_meta_module_that_cannot_reset_itself_is_refused_with_a_remedy() -> None:
+def test_of_modules_on_the_meta_device_only_those_that_can_reset_themselves_are_given_values() -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.w = nn.Parameter(torch.ones(3))
 
+    pretrained = nn.Linear(3, 3)
+    before = pretrained.weight.detach().clone()
     with torch.device("meta"):
+        mixed = Chain(Shared(nn.Sequential(pretrained, nn.Linear(3, 3)), "a"))
         chain = Chain(Shared(nn.Sequential(nn.Linear(3, 3), Bare()), "a"))
+    assert torch.equal(initialise(mixed, 1).module("a")[0].weight, before)  # what has values keeps them
+    assert not mixed.module("a")[1].weight.is_meta
     with pytest.raises(SupernetError, match=r"'a.1' \(Bare\) .* factory"):
         initialise(chain)
 

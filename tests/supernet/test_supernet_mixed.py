@@ -18,7 +18,7 @@ from weft.elastic import Mixture
 from weft.errors import SupernetError
 from weft.search.gradient.methods import Darts
 from weft.supernet import Chain
-from weft.supernet.mixed_chain import Architecture, find_mixture_mismatch, make_mixed_chain, mixed_factory
+from weft.supernet.mixed_chain import find_mixture_mismatch, make_mixed_chain, mixed_factory
 
 CHAINS = {"layered": (layered, (5, 8, 8)), "blended": (blended, (5, 6))}
 
@@ -73,23 +73,18 @@ def test_a_chain_of_linear_blocks_under_a_mixture_is_the_product_of_their_expect
 
 
 def test_the_mixed_chain_gives_what_the_chain_gives_under_the_mixture_that_it_holds() -> None:
-    mixed = weft.initialise(make_mixed_chain(layered, Darts()), 5)
+    mixed = weft.initialise(pickle.loads(pickle.dumps(mixed_factory(layered, Darts()))), 5)
+    weights = {name: p.clone() for name, p in mixed.state_dict().items() if not name.startswith("arch-")}
     with torch.no_grad():
         for layer in mixed.held:
             mixed.module(layer).alpha.copy_(torch.randn(len(mixed.module(layer).alpha)))
     plain = weft.initialise(layered, 5)
+    assert weights.keys() == plain.state_dict().keys()
+    assert all(torch.equal(weights[name], p) for name, p in plain.state_dict().items())
     x = torch.randn(3, 8, 8)
     out, p = mixed(x, mixed.space.first())
     torch.testing.assert_close(out, plain(x, mixed.mixture()))
     assert torch.equal(p, torch.cat([mixed.mixture()[name] for name in mixed.order]))
-
-
-def test_the_weights_of_a_mixed_chain_are_those_of_the_plain_one_by_name() -> None:
-    for make in (layered, blended):
-        mixed, plain = weft.initialise(make_mixed_chain(make, Darts()), 7), weft.initialise(make, 7)
-        found = {name: p for name, p in mixed.state_dict().items() if not name.startswith("arch-")}
-        assert found.keys() == plain.state_dict().keys()
-        assert all(torch.equal(found[name], p) for name, p in plain.state_dict().items())
 
 
 def test_the_parameters_of_a_choice_live_before_the_first_block_that_reads_it() -> None:
@@ -116,34 +111,6 @@ def test_a_choice_that_only_a_users_own_code_reads_is_there_from_the_start() -> 
     mixed = weft.initialise(make_mixed_chain(chain, Darts()))
     assert mixed.held == {"arch-stem": ("gain",)}
     assert torch.equal(mixed(torch.ones(2), space.first())[0], torch.full((2,), 0.5))
-
-
-def test_a_mixed_factory_travels_to_another_process() -> None:
-    made = pickle.loads(pickle.dumps(mixed_factory(layered, Darts())))()
-    assert isinstance(made.module("arch-stem"), nn.Module)
-    assert isinstance(weft.initialise(made).module("arch-stem"), Architecture)
-
-
-def test_a_skippable_block_that_changes_shapes_is_refused_by_name() -> None:
-    space = weft.Space()
-    depth = space.integer("depth", [1, 2])
-    chain = weft.Chain(
-        weft.Shared(nn.Linear(4, 4), "stem"),
-        weft.Elastic(space, "odd", partial(elastic.Linear, space, 4, 5), when=depth > 1),
-    )
-    with pytest.raises(SupernetError, match="'odd' can be skipped"):
-        weft.initialise(chain)(torch.randn(2, 4), elastic.Mixture.uniform(space))
-
-
-def test_probabilities_that_do_not_come_to_one_are_refused_with_what_they_come_to() -> None:
-    space = weft.Space()
-    space.integer("width", [1, 2])
-    with pytest.raises(SupernetError, match=r"'width' are 0\.5, 0\.6 and come to 1\.1"):
-        elastic.Mixture(space, {"width": torch.tensor([0.5, 0.6])})
-    with pytest.raises(SupernetError, match="2 options"):
-        elastic.Mixture(space, {"width": torch.tensor([1.0])})
-    with pytest.raises(SupernetError, match="no probabilities for choice 'width'"):
-        elastic.Mixture(space, {})
 
 
 class Joined(elastic.Module):
@@ -198,27 +165,34 @@ def test_chains_of_elastic_layers_keep_the_law(make: Callable[[], Chain]) -> Non
     assert chain.training == before
 
 
-def test_under_nested_conditions_every_certain_mixture_is_its_subnet_and_chances_multiply() -> None:
+def test_under_nested_conditions_every_certain_mixture_is_its_subnet_and_probabilities_multiply() -> None:
     chain, x = weft.initialise(nested, 0), torch.randn(3, 6)
     for subnet in chain.space.enumerate():
         torch.testing.assert_close(chain(x, Mixture.one_hot(subnet, chain.space)), chain(x, subnet))
     condition = chain.blocks[1].condition
-    chances = {"outer": [0.25, 0.75], "inner": [0.4, 0.6], "choice": [0.5, 0.5], "optional": [1.0]}
-    mixture = Mixture(chain.space, {name: torch.tensor(row) for name, row in chances.items()})
+    probs = {"outer": [0.25, 0.75], "inner": [0.4, 0.6], "choice": [0.5, 0.5], "optional": [1.0]}
+    mixture = Mixture(chain.space, {name: torch.tensor(row) for name, row in probs.items()})
     assert condition.probability(mixture).item() == pytest.approx(0.75 * 0.4)
 
 
-def test_what_candidates_of_a_choice_give_must_have_one_shape_to_be_mixed() -> None:
+def test_what_cannot_be_mixed_is_refused_by_name() -> None:
+    space = weft.Space()
+    depth = space.integer("depth", [1, 2])
+    stem = weft.Shared(lambda: nn.Linear(4, 4), "stem")
+    odd = weft.Elastic(space, "odd", partial(elastic.Linear, space, 4, 5), when=depth > 1)
+    with pytest.raises(SupernetError, match="'odd' can be skipped"):
+        weft.initialise(weft.Chain(stem, odd))(torch.randn(2, 4), Mixture.uniform(space))
     space = weft.Space()
     chain = weft.Chain(weft.Choice(space, "a", {"one": nn.Linear(4, 1), "five": nn.Linear(4, 5)}))
     with pytest.raises(SupernetError, match=r"candidates give the same shapes: 'a\.five' gives"):
         chain(torch.zeros(2, 4), Mixture.uniform(space))
-
-
-@pytest.mark.parametrize("made", [True, False])
-def test_an_elastic_module_outside_of_an_elastic_block_is_refused(made: bool) -> None:
-    space = weft.Space()
+    for row, message in (([0.5, 0.6], r"'a' are 0\.5, 0\.6 and come to 1\.1"), ([1.0], "2 options")):
+        with pytest.raises(SupernetError, match=message):
+            Mixture(space, {"a": torch.tensor(row)})
+    with pytest.raises(SupernetError, match="no probabilities for choice 'a'"):
+        Mixture(space, {})
     width = space.integer("width", [2, 4])
     layer: Callable[[], nn.Module] = partial(elastic.Linear, space, 4, width)
-    with pytest.raises(SupernetError, match=r"layer 'a.one' is elastic \(Linear\) and needs the pick"):
-        weft.initialise(weft.Chain(weft.Choice(space, "a", {"one": layer() if made else layer, "two": nn.Identity})))
+    for name, candidate in (("built", layer()), ("lazy", layer)):
+        with pytest.raises(SupernetError, match=rf"layer '{name}.one' is elastic \(Linear\) and needs the pick"):
+            weft.initialise(weft.Chain(weft.Choice(space, name, {"one": candidate, "two": nn.Identity})))

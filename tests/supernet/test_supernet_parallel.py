@@ -27,12 +27,9 @@ class Mixed(nn.Module):
         found = any_mixture(chain.space, 3)
         self.alphas = nn.ParameterDict({n: nn.Parameter(found[n].detach().log()) for n in found.names})
 
-    def forward(self, x: Tensor, subnet: weft.Subnet | None = None) -> Tensor:
-        space = self.chain.space
-        if subnet is not None:
-            return self.chain(x, elastic.Mixture.one_hot(subnet, space))
+    def forward(self, x: Tensor) -> Tensor:
         rows = {name: torch.softmax(alpha, 0) for name, alpha in self.alphas.items()}
-        return self.chain(x, elastic.Mixture.unchecked(space, rows))
+        return self.chain(x, elastic.Mixture.unchecked(self.chain.space, rows))
 
 
 def gradients(rank: int, world: int, port: int, folder: str) -> None:
@@ -67,15 +64,3 @@ def test_two_processes_have_the_gradients_of_one_without_unused_parameters(tmp_p
     for name, p in model.named_parameters():
         assert p.grad is not None, name
         torch.testing.assert_close(found[name], p.grad, rtol=1e-5, atol=1e-7)
-
-
-def test_a_discrete_subnet_as_a_one_hot_mixture_leaves_no_weight_without_a_gradient() -> None:
-    model = Mixed(weft.initialise(layered, 1))
-    x, label = batch()
-    nn.functional.cross_entropy(model(x, model.chain.space.first()), label).backward()
-    assert all(p.grad is not None for p in model.chain.parameters())
-    plain = weft.initialise(layered, 1)
-    nn.functional.cross_entropy(plain(x, plain.space.first()), label).backward()
-    for (name, p), (_, q) in zip(model.chain.named_parameters(), plain.named_parameters(), strict=True):
-        wanted = torch.zeros_like(q) if q.grad is None else q.grad
-        torch.testing.assert_close(p.grad, wanted, rtol=1e-5, atol=1e-6, msg=name)

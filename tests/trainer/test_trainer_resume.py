@@ -45,7 +45,7 @@ def mlp() -> Chain:
 
 
 def noisy() -> Chain:
-    """Dropout, batch norms, an embedding of side inputs and weights tied within a layer."""
+    """Dropout, batch norms, an embedding of extra inputs and weights tied within a layer."""
     space = Space()
 
     class Tied(nn.Module):
@@ -70,7 +70,10 @@ def noisy() -> Chain:
 
     blocks = [Choice(space, f"b{i}", {"p": layer, "q": layer, "tied": Tied}) for i in range(2)]
     return Chain(
-        Shared(Told, "stem", side=["kind"]), *blocks, Shared(partial(nn.Linear, WIDTH, WIDTH), "head"), inputs="x"
+        Shared(Told, "stem", extra_inputs=["kind"]),
+        *blocks,
+        Shared(partial(nn.Linear, WIDTH, WIDTH), "head"),
+        inputs="x",
     )
 
 

@@ -109,13 +109,25 @@ def drawn(trial: Trial) -> float:
 
 
 def greedy(trial: Trial) -> float:
-    """Runs out of memory as often as a file `tries` says."""
+    """Runs out of memory as often as a file `.tries` says."""
     seen = trial.directory / "seen"
     tries = int(seen.read_text()) if seen.exists() else 0
     seen.write_text(str(tries + 1))
-    if tries < int(_study(trial, "tries").read_text()):
+    if tries < int(_study(trial, ".tries").read_text()):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     return float(tries)
+
+
+def pid(trial: Trial) -> float:
+    return float(os.getpid())
+
+
+def leaking(trial: Trial) -> float:
+    """From now on its process is taken to hold memory of its device."""
+    import weft.tune.executors.worker as worker
+
+    worker.has_leaked_memory = lambda device: True
+    return float(os.getpid())
 
 
 def printing(trial: Trial) -> float:

@@ -197,24 +197,24 @@ def test_a_metric_that_keeps_a_tensor_is_not_written_over(data: Data, tmp_path: 
 
 
 @pytest.mark.parametrize("model", ["mlp", "normed", "transformer"])
-def test_fused_lanes_give_the_same_bits(model: str, data: Data, tmp_path: Path, captures: list[str]) -> None:
+def test_fused_trials_give_the_same_bits(model: str, data: Data, tmp_path: Path, captures: list[str]) -> None:
     found: dict[bool, dict[int, Any]] = {True: {}, False: {}}
     for graphs, ended in found.items():
         told = recipe(data, MODELS[model], optimizer="adamw", steps=24, cuda_graphs=graphs)
-        settings = [trial_config(told, {"lr": 0.001 * (n + 1), "dropout": 0.1 * n, "seed": n}) for n in range(3)]
+        configs = [trial_config(told, {"lr": 0.001 * (n + 1), "dropout": 0.1 * n, "seed": n}) for n in range(3)]
         train_fused(
-            settings,
+            configs,
             None,
             device="cuda",
-            directories=[tmp_path / f"{graphs}{lane}" for lane in range(3)],
-            report=lambda lane, step, values: (lane, step) == (1, 10),
+            directories=[tmp_path / f"{graphs}{trial}" for trial in range(3)],
+            report=lambda trial, step, values: (trial, step) == (1, 10),
             ended=ended.__setitem__,
         )
     assert found[True][1] == found[False][1] == "pruned"
-    for lane in (0, 2):
-        assert found[True][lane].losses == found[False][lane].losses
-        assert found[True][lane].values == found[False][lane].values
-    assert len(captures) == 2  # and anew once a lane has left
+    for trial in (0, 2):
+        assert found[True][trial].losses == found[False][trial].losses
+        assert found[True][trial].values == found[False][trial].values
+    assert len(captures) == 2  # and anew once a trial has left
 
 
 @pytest.mark.parametrize("model", ["transformer", "mlp", "conv"])

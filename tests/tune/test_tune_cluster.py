@@ -15,7 +15,7 @@ import pytest
 
 import weft
 from weft.runs import Events
-from weft.tune import StudySpec
+from weft.tune.executors import StudySpec
 from weft.tune.executors.ray import MEMORY, RayExecutor
 from weft.tune.progress import StudyProgress
 
@@ -57,7 +57,7 @@ def test_a_study_on_two_nodes_survives_the_loss_of_a_worker_and_of_a_node_with_t
     space = weft.Space()
     space.real("x", 0.0, 1.0)
     space.categorical("what", ["counting", "slow"])
-    asked: dict[str, Any] = {"trials": 6, "minimize": "v", "window": 3, "runs": tmp_path, "workers": 1}
+    asked: dict[str, Any] = {"trials": 6, "minimize": "v", "max_concurrent": 4, "root": tmp_path, "jobs_per_device": 1}
     asked["enqueue"] = [{"what": "counting"}, {"what": "slow"}, {"what": "slow"}, *[{"what": "counting"}] * 3]
     executor = RayExecutor(StudySpec(objectives.act, ("v",), 0))
     assert [(device.name, device.memory, device.gone) for device in executor.devices] == [("cpu", 2**30, False)] * 2
@@ -67,7 +67,7 @@ def test_a_study_on_two_nodes_survives_the_loss_of_a_worker_and_of_a_node_with_t
     def disturb(board: StudyProgress) -> None:
         """Once two trials wait on two nodes: kill the process of one, and the node of the other."""
         folder = tmp_path / "ray"
-        running = [row for row in board.rows.values() if (folder / "trials" / str(row.number) / "here").exists()]
+        running = [row for row in board.trials.values() if (folder / "trials" / str(row.number) / "here").exists()]
         if done:
             if all(row.state == "waiting" or row.attempts > 1 for row in running):  # both losses were noticed
                 (folder / "go").touch()
@@ -82,7 +82,7 @@ def test_a_study_on_two_nodes_survives_the_loss_of_a_worker_and_of_a_node_with_t
             else:
                 os.kill(int((folder / "trials" / str(row.number) / "here").read_text()), signal.SIGKILL)
 
-    found = weft.tune(objectives.act, space, name="ray", executor=executor, watch=disturb, **asked)
+    found = weft.tune(objectives.act, space, name="ray", executor=executor, callback=disturb, **asked)
     executor.close()
     events = list(Events(tmp_path / "ray" / "events.jsonl").read())
     assert {event["trials"][0] for event in events if event["event"] == "lost"} == {1, 2}
@@ -91,7 +91,7 @@ def test_a_study_on_two_nodes_survives_the_loss_of_a_worker_and_of_a_node_with_t
         objectives.act,
         space,
         name="local",
-        watch=lambda board: (tmp_path / "local" / "go").touch(),
+        callback=lambda board: (tmp_path / "local" / "go").touch(),
         **asked,
     )
     assert [(one.params, one.state, one.values, one.reports) for one in found.trials] == [

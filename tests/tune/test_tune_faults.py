@@ -50,7 +50,9 @@ def told(found: StudyResult) -> list[Any]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    return told(weft.tune(objectives.act, space("counting"), trials=5, minimize="v", window=1, name="s", runs=folder))
+    return told(
+        weft.tune(objectives.act, space("counting"), trials=5, minimize="v", max_concurrent=2, name="s", root=folder)
+    )
 
 
 def test_a_trial_whose_worker_is_killed_goes_on_from_what_it_kept(tmp_path: Path, undisturbed: list[Any]) -> None:
@@ -63,14 +65,14 @@ def test_a_trial_whose_worker_is_killed_goes_on_from_what_it_kept(tmp_path: Path
         space("counting"),
         trials=5,
         minimize="v",
-        window=1,
+        max_concurrent=2,
         name="s",
-        runs=tmp_path,
-        workers=1,
-        watch=mark,
+        root=tmp_path,
+        jobs_per_device=1,
+        callback=mark,
     )
     assert told(found) == undisturbed
-    assert [one.notes["attempts"] for one in found.trials] == [1, 2, 1, 2, 1]
+    assert [one.info["attempts"] for one in found.trials] == [1, 2, 1, 2, 1]
     events = list(Events(tmp_path / "s" / "events.jsonl").read())
     lost = [event for event in events if event["event"] == "lost"]
     assert [event["trials"] for event in lost] == [[1], [3]]
@@ -81,7 +83,7 @@ def test_a_trial_whose_worker_is_killed_goes_on_from_what_it_kept(tmp_path: Path
 
 
 def test_a_study_whose_driver_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path, undisturbed: list[Any]) -> None:
-    arguments = f"trials=5, minimize='v', window=1, name='s', runs={str(tmp_path)!r}"
+    arguments = f"trials=5, minimize='v', max_concurrent=2, name='s', root={str(tmp_path)!r}"
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(here=str(Path(__file__).parent), what="counting", arguments=arguments))
     events = Events(tmp_path / "s" / "events.jsonl")
@@ -92,7 +94,14 @@ def test_a_study_whose_driver_is_killed_goes_on_as_if_nothing_had_been(tmp_path:
     finished = [event["trials"][0] for event in events.read() if event["event"] == "ended"]
     assert weft.Run.open(tmp_path / "s").state() == "interrupted"
     found = weft.tune(
-        objectives.act, space("counting"), trials=5, minimize="v", window=1, name="s", runs=tmp_path, resume=True
+        objectives.act,
+        space("counting"),
+        trials=5,
+        minimize="v",
+        max_concurrent=2,
+        name="s",
+        root=tmp_path,
+        resume=True,
     )
     assert told(found) == undisturbed
     ended = [
@@ -104,7 +113,7 @@ def test_a_study_whose_driver_is_killed_goes_on_as_if_nothing_had_been(tmp_path:
 
 def test_what_ended_and_was_not_logged_when_its_driver_died_is_logged_by_the_next(tmp_path: Path) -> None:
     def study(trials: int, **options: Any) -> None:
-        weft.tune(objectives.act, space("parabola"), trials=trials, minimize="v", name="s", runs=tmp_path, **options)
+        weft.tune(objectives.act, space("parabola"), trials=trials, minimize="v", name="s", root=tmp_path, **options)
 
     study(2)
     file = tmp_path / "s" / "events.jsonl"
@@ -127,31 +136,30 @@ def test_trials_that_hang_die_or_fail_are_recorded_and_the_study_goes_on(tmp_pat
         made,
         trials=6,
         minimize="v",
-        window=5,
+        max_concurrent=6,
         name="s",
-        runs=tmp_path,
-        seconds=2.0,
-        retries=1,
-        workers=2,
+        root=tmp_path,
+        timeout=2.0,
+        max_retries=1,
+        jobs_per_device=2,
         enqueue=[{"what": what, "x": 0.5} for what in kinds],
     )
     assert [one.params["what"] for one in found.trials] == kinds
     assert [one.state for one in found.trials] == ["failed"] * 5 + ["complete"]
-    errors = [str(one.notes.get("error")) for one in found.trials]
+    errors = [str(one.info.get("error")) for one in found.trials]
     assert "limit of 2 s" in errors[0]
     assert "Traceback" in errors[1]
     assert "ValueError: the objective is wrong" in errors[1]
     assert "nothing (None)" in errors[2]
     assert "nan" in errors[3]
     assert "signal 9" in errors[4]
-    assert found.trials[4].notes["attempts"] == 2
+    assert found.trials[4].info["attempts"] == 2
     assert found.best.number == 5
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_script_without_its_guard_is_told_so_and_leaves_no_study_behind(tmp_path: Path, elsewhere: bool) -> None:
-    storage = f", storage='sqlite:///{tmp_path}/study.db'" if elsewhere else ""
-    arguments = f"trials=2, minimize='v', name='s', runs={str(tmp_path)!r}{storage}"
+def test_a_script_without_its_guard_is_told_so_and_leaves_no_study_behind(tmp_path: Path) -> None:
+    storage = f"storage='sqlite:///{tmp_path}/study.db'"
+    arguments = f"trials=2, minimize='v', name='s', root={str(tmp_path)!r}, {storage}"
     script, guarded = tmp_path / "script.py", tmp_path / "guarded.py"
     text = SCRIPT.format(here=str(Path(__file__).parent), what="parabola", arguments=arguments)
     guarded.write_text(text)
@@ -170,7 +178,7 @@ def test_a_script_without_its_guard_is_told_so_and_leaves_no_study_behind(tmp_pa
 def test_ctrl_c_leaves_a_study_that_can_be_resumed(tmp_path: Path) -> None:
     (tmp_path / "objectives.py").write_text(Path(objectives.__file__).read_text())
     (tmp_path / "c.toml").write_text(
-        'objective = "objectives:act"\n[study]\nname = "s"\ntrials = 2\nminimize = "v"\nworkers = 1\n'
+        'objective = "objectives:act"\n[study]\nname = "s"\ntrials = 2\nminimize = "v"\njobs_per_device = 1\n'
         '[space]\nx = {low = 0.0, high = 1.0}\nwhat = ["slow"]\n'
     )
     command = [sys.executable, "-m", "weft", "tune", "c.toml", "--json"]

@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from weft.tune import Device, StudyResult
-from weft.tune.progress import LiveTable, StudyProgress, TrialProgress, shown, summary
-from weft.tune.study.records import TrialRecord
+from weft.tune.progress import LiveTable, StudyProgress, TrialProgress, render, summary
+from weft.tune.study.storage import TrialRecord
 
 
 def board() -> StudyProgress:
@@ -20,10 +20,10 @@ def board() -> StudyProgress:
         TrialProgress(0, {}, "complete", "cuda:0", (0,), 2**30, 2**29, 10, (0.5,), 1, ran=4.0, waited=1.0),
         TrialProgress(1, {}, "complete", "cuda:0", (0,), 2**30, 2**29, 10, (0.25,), 1, ran=2.0, starting=0.5),
         TrialProgress(2, {}, "running", "cuda:0", (0,), 2 * 2**30, None, 5, (0.75,), 2),
-        TrialProgress(3, {}, "failed", "cuda:0", (0,), why="ValueError: no"),
+        TrialProgress(3, {}, "failed", "cuda:0", (0,), reason="ValueError: no"),
         TrialProgress(4, {}),
     ]
-    made.rows = {row.number: row for row in rows}
+    made.trials = {row.number: row for row in rows}
     return made
 
 
@@ -44,11 +44,11 @@ def test_the_board_knows_the_best_trial_what_is_on_a_device_and_where_the_time_w
     assert best.number == 0
     assert made.used(0) == (1, 2 * 2**30)
     assert made.used(1) == (0, 0)
-    assert made.time() == {"running": 6.0, "waiting": 1.0, "starting": 0.5}
+    assert made.time_breakdown() == {"running": 6.0, "waiting": 1.0, "starting": 0.5}
 
 
 def test_the_table_shows_every_trial_with_its_memory_and_the_devices_as_bars() -> None:
-    lines = text(shown(board())).splitlines()
+    lines = text(render(board())).splitlines()
     assert lines[0].startswith("study s: 3 of 9 trials ended | 1 running | 1 failed | best loss 0.25 (trial 1)")
     assert "1 trial, 2.0 GiB of 8.0 GiB" in lines[1]
     assert lines[2].strip().endswith("away")
@@ -89,5 +89,5 @@ def test_the_summary_names_the_best_trials_what_mattered_and_the_shares_of_time(
 def test_nothing_is_shown_where_nobody_looks() -> None:
     console = Console(file=io.StringIO(), force_terminal=False)
     with LiveTable(console) as live:
-        live.see(board())
+        live.update(board())
     assert console.file.getvalue() == ""  # type: ignore[attr-defined]

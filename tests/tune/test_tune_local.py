@@ -15,13 +15,10 @@ import objectives
 import pytest
 
 from weft.errors import TuneError
-from weft.tune import Device, Job, StudySpec
-from weft.tune.devices import reserve
-from weft.tune.executors.connection import event_message, event_of, job_message, job_of, pair
-from weft.tune.executors.local import LocalExecutor, LocalRunning
-from weft.tune.executors.processes import end as ended
-from weft.tune.executors.processes import started
-from weft.tune.jobs import Ended, Event, Lost, Reported
+from weft.tune.executors import Device, Job, StudySpec
+from weft.tune.executors.local import LocalExecutor, idle_workers
+from weft.tune.executors.processes import JsonConnection, connected_pair, kill_process, start_process
+from weft.tune.jobs import Ended, Event, Lost, Reported, event_from_json, event_to_json, job_from_json, job_to_json
 
 Run = Callable[..., list[Event]]
 GIB = 2**30
@@ -55,37 +52,23 @@ def run(executor: LocalExecutor, tmp_path: Path) -> Run:
 
 
 def test_idle_workers_stay_only_where_their_contexts_have_room() -> None:
-    device = Device("cuda:0", 10 * GIB)
-    each = reserve(device)
-    executor = LocalExecutor(StudySpec(objectives.act, ("v",), 0), [device, Device("cpu", None)])
-    small, large, whole = (
-        Job(name, (0,), ({},), None, (0,), memory, "", None)
-        for name, memory in (("small", GIB), ("large", 10 * GIB - 3 * each), ("whole", None))
-    )
-    assert executor._room(0, small) == (9 * GIB - each) // each
-    assert executor._room(0, large) == 2
-    assert executor._room(0, whole) == 0
-    executor._jobs["small"] = LocalRunning(small, [])
-    assert executor._room(0, large) == 0
-    executor._jobs["whole"] = LocalRunning(whole, [])
-    assert executor._room(0, small) == 0
-    executor._jobs.clear()
-    executor.close()
+    small, large, whole = (Job("", (0,), ({},), None, (0,), memory, "") for memory in (GIB, 9 * GIB, None))
+    assert [idle_workers(11 * GIB, GIB, jobs) for jobs in ([small], [large], [small, large], [whole])] == [9, 1, 0, 0]
+    assert idle_workers(None, GIB, [small]) == 0
+    assert idle_workers(None, 0, [whole]) is None
 
 
 def test_a_job_and_every_event_travel_as_json_and_come_back_equal() -> None:
     job = Job("a", (1, 2), ({"x": 0.1, "s": "t"}, {"x": 2, "s": True}), None, (0,), 5, "d", 1.5)
-    assert job_of(job_message(job)) == job
+    assert job_from_json(job_to_json(job)) == job
     events = [Reported("a", 1, 2, (0.1, float("inf"))), Ended("a", 1, "complete", (1.0,), None, 7, 0.5), Lost("a", "x")]
-    mine, other = pair()
-    from weft.tune.executors.connection import JsonConnection
-
+    mine, other = connected_pair()
     far = JsonConnection(other)
     for event in events:
-        mine.send(event_message(event))
-    assert [event_of(message) for message in far.arrived()[0]] == events
+        mine.send(event_to_json(event))
+    assert [event_from_json(message) for message in far.receive_all()[0]] == events
     mine.close()
-    assert far.arrived() == ([], False)
+    assert far.receive_all() == ([], False)
 
 
 def test_reports_are_answered_and_the_value_comes_back(run: Run) -> None:
@@ -119,31 +102,28 @@ def test_a_trial_that_is_told_to_end_is_pruned(run: Run) -> None:
     ],
 )
 def test_a_trial_that_goes_wrong_is_failed_with_its_reason_and_its_worker_lives_on(
-    run: Run, executor: LocalExecutor, what: str, words: str
+    run: Run, what: str, words: str
 ) -> None:
-    run("printing")
-    before = [worker.process.pid for worker in executor._workers]
-    (end,) = run(what)
+    (before,), (end,), (after,) = run("pid"), run(what), run("pid")
     assert isinstance(end, Ended)
     assert end.state == "failed"
     assert words in str(end.error)
-    assert [worker.process.pid for worker in executor._workers] == before
+    assert isinstance(before, Ended)
+    assert isinstance(after, Ended)
+    assert before.values == after.values
 
 
 def test_a_worker_that_keeps_memory_of_its_device_is_replaced(run: Run, executor: LocalExecutor) -> None:
-    run("printing")
-    while any(worker.job for worker in executor._workers):  # until it says that it is idle
-        executor.poll(0.1)
-    (worker,) = executor._workers
-    worker.job = LocalRunning(Job("last", (3,), ({},), None, (0,), None, ""), [worker])
-    executor._told(worker, {"say": "idle", "job": "last", "worn": False})
-    assert executor._workers == [worker]
-    worker.job = LocalRunning(Job("last", (3,), ({},), None, (0,), None, ""), [worker])
-    executor._told(worker, {"say": "idle", "job": "last", "worn": True})
-    assert executor._workers == []
-    (end,) = run("printing")
-    assert isinstance(end, Ended)
-    assert end.state == "complete"
+    (last,) = run("leaking")
+
+    def replaced() -> bool:
+        assert executor.poll(0.2) == []  # it is replaced once it says that it is idle
+        (end,) = run("pid")
+        assert isinstance(end, Ended)
+        assert isinstance(last, Ended)
+        return end.values != last.values
+
+    _until(replaced)
 
 
 def test_what_a_trial_prints_is_kept_in_its_directory(run: Run, tmp_path: Path) -> None:
@@ -163,7 +143,7 @@ def test_a_killed_worker_is_told_of_and_the_next_attempt_goes_on_where_it_was(ru
     (tmp_path / "kill").write_text("3")
     *_, lost = run("counting")
     assert isinstance(lost, Lost)
-    assert "signal 9" in lost.why
+    assert "signal 9" in lost.reason
     *reports, end = run("counting")
     assert [event.step for event in reports if isinstance(event, Reported)] == [4, 5, 6, 7, 8, 9, 10]
     assert isinstance(end, Ended)
@@ -172,14 +152,14 @@ def test_a_killed_worker_is_told_of_and_the_next_attempt_goes_on_where_it_was(ru
 
 
 def test_a_trial_that_hangs_meets_its_limit(run: Run) -> None:
-    (end,) = run("hanging", seconds=0.3)
+    (end,) = run("hanging", timeout=0.3)
     assert isinstance(end, Ended)
     assert end.state == "timeout"
     assert "limit of 0.3 s" in str(end.error)
 
 
 def test_what_a_trial_started_ends_with_it_at_its_limit(run: Run, tmp_path: Path) -> None:
-    (end,) = run("starting", seconds=1.0)
+    (end,) = run("starting", timeout=1.0)
     assert isinstance(end, Ended)
     assert end.state == "timeout"
     _until(lambda: not _lives(int((tmp_path / "trials" / "3" / "started").read_text())), 10.0)
@@ -187,9 +167,9 @@ def test_what_a_trial_started_ends_with_it_at_its_limit(run: Run, tmp_path: Path
 
 def test_a_process_that_leads_no_group_is_ended_alone() -> None:
     with subprocess.Popen(["sleep", "77"]) as beside:  # of the group of this very process
-        process, line = started("sleeps", None, _sleeping, recipe=False)
-        ended(process)
-        line.close()
+        process, connection = start_process("sleeps", None, _sleeping, recipe=False)
+        kill_process(process)
+        connection.close()
         assert beside.poll() is None
         beside.kill()
 
@@ -198,16 +178,14 @@ def _sleeping(line: Any) -> None:
     time.sleep(1000)
 
 
-def test_a_job_that_is_stopped_is_heard_of_no_more_and_its_process_is_gone(
-    executor: LocalExecutor, tmp_path: Path
-) -> None:
+def test_a_job_that_is_stopped_reports_no_more_and_its_process_is_gone(executor: LocalExecutor, tmp_path: Path) -> None:
     executor.start(Job("stop", (3,), ({"what": "slow", "x": 1.0},), None, (0,), None, str(tmp_path)))
-    (pid,) = executor.processes()["stop"]
+    here = tmp_path / "trials" / "3" / "here"
+    _until(lambda: executor.poll(0.1) == [] and here.exists() and here.read_text() != "")
     executor.stop("stop")
     assert executor.poll(0.1) == []
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-    executor.answer("stop", 3, True)  # passed over
+    assert not _lives(int(here.read_text()))
+    executor.answer("stop", 3, True)  # ignored
 
 
 def test_a_function_that_no_other_process_can_import_is_refused() -> None:
@@ -220,10 +198,10 @@ def test_no_worker_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
     script.write_text(
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "import objectives\n"
-        "from weft.tune import Device, Job, Terms\n"
+        "from weft.tune.executors import Device, Job, StudySpec\n"
         "from weft.tune.executors.local import LocalExecutor\n"
         "if __name__ == '__main__':\n"
-        "    executor = LocalExecutor(Terms(objectives.act, ('v',), 0), [Device('cpu', None)])\n"
+        "    executor = LocalExecutor(StudySpec(objectives.act, ('v',), 0), [Device('cpu', None)])\n"
         f"    executor.start(Job('a', (0,), ({{'what': 'slow', 'x': 1.0}},), None, (0,), None, {str(tmp_path)!r}))\n"
         "    executor.poll(1000)\n"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.errors import TuneError
-from weft.tune.devices import PIPE, is_on, shared
+from weft.tune.devices import PIPE, is_on, share_gpus
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def _nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_service_that_was_started_ends_with_the_block(control: Path, tmp_path: Path) -> None:
     before = os.environ[PIPE]
-    with shared("auto", str(control)) as on:
+    with share_gpus("auto", str(control)) as on:
         assert on
         assert is_on()
         assert os.environ[PIPE] != before
@@ -44,35 +44,35 @@ def test_a_service_of_another_is_used_and_left_alone(
 ) -> None:
     (tmp_path / "control").touch()
     monkeypatch.setenv(PIPE, str(tmp_path))
-    with shared("on", str(control)) as on:
+    with share_gpus("on", str(control)) as on:
         assert on
     assert not (tmp_path / "calls").exists()
 
 
 def test_without_the_control_program_auto_does_without_and_on_says_so() -> None:
-    with shared("auto", "no-such-program") as on:
+    with share_gpus("auto", "no-such-program") as on:
         assert not on
-    with pytest.raises(TuneError, match="there is no no-such-program"), shared("on", "no-such-program"):
+    with pytest.raises(TuneError, match="there is no no-such-program"), share_gpus("on", "no-such-program"):
         pass
 
 
 def test_a_control_program_that_fails_is_no_reason_to_stop(control: Path) -> None:
     control.write_text("#!/bin/sh\necho 'not permitted' >&2; exit 1\n")
-    with shared("auto", str(control)) as on:
+    with share_gpus("auto", str(control)) as on:
         assert not on
-    with pytest.raises(TuneError, match="not permitted"), shared("on", str(control)):
+    with pytest.raises(TuneError, match="not permitted"), share_gpus("on", str(control)):
         pass
 
 
 def test_off_hides_a_service_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "control").touch()
     monkeypatch.setenv(PIPE, str(tmp_path))
-    with shared("off") as on:
+    with share_gpus("off") as on:
         assert not on
         assert not is_on()
     assert is_on()
 
 
 def test_a_word_that_is_none_of_the_three_is_refused() -> None:
-    with pytest.raises(TuneError, match="auto, on or off"), shared("yes"):
+    with pytest.raises(TuneError, match="auto, on or off"), share_gpus("yes"):
         pass

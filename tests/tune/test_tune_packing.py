@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.tune.fit.fit import Requirements
-from weft.tune.jobs import Device, Fit
-from weft.tune.packing.dispatcher import Dispatcher, load_of
+from weft.tune.jobs import Device, Fit, PendingJob
+from weft.tune.packing.dispatcher import Dispatcher, job_spec
 from weft.tune.packing.packer import Packer
 from weft.tune.packing.pool import DeviceCapacity, JobSpec
 from weft.tune.packing.throughput import JobRate, ThroughputModel
-from weft.tune.pending import PendingJob
 
 
 def two(memory: int = 10, reserve: int = 0) -> Packer:
@@ -59,8 +58,8 @@ def test_a_small_load_goes_before_the_largest_only_if_it_ends_in_time() -> None:
     packer.placed(JobSpec("runs", 6, seconds=100), [0], now=0.0)
     waiting = [JobSpec("big", 8, seconds=50), JobSpec("slow", 3, seconds=90), JobSpec("fast", 3, seconds=40)]
     assert packer.admit(waiting, now=50.0) == [("fast", (0,))]
-    assert packer.held is not None
-    assert (packer.held.load.id, packer.held.at) == ("big", 100.0)
+    assert packer.reservation is not None
+    assert (packer.reservation.job.id, packer.reservation.at) == ("big", 100.0)
     packer.ended("fast")
     packer.ended("runs")
     assert packer.admit(waiting, now=100.0) == [("big", (0,))]
@@ -85,18 +84,18 @@ def test_a_split_load_gets_devices_of_one_node() -> None:
 
 def test_a_load_that_is_alone_shares_with_none() -> None:
     packer = two()
-    assert packer.admit([JobSpec("alone", 1, alone=True), JobSpec("a", 1), JobSpec("b", 1)]) == [
+    assert packer.admit([JobSpec("alone", 1, exclusive=True), JobSpec("a", 1), JobSpec("b", 1)]) == [
         ("alone", (0,)),
         ("a", (1,)),
         ("b", (1,)),
     ]
-    assert packer.admit([JobSpec("second", 1, alone=True)]) == []
+    assert packer.admit([JobSpec("second", 1, exclusive=True)]) == []
     packer.ended("alone")
-    assert packer.admit([JobSpec("second", 1, alone=True)]) == [("second", (0,))]
+    assert packer.admit([JobSpec("second", 1, exclusive=True)]) == [("second", (0,))]
 
 
 def test_a_load_without_a_figure_takes_all_of_a_device_that_counts_memory() -> None:
-    counted, free = Packer([DeviceCapacity(10)]), Packer([DeviceCapacity(None, most=2)])
+    counted, free = Packer([DeviceCapacity(10)]), Packer([DeviceCapacity(None, max_jobs=2)])
     for packer, several in ((counted, 1), (free, 2)):
         assert len(packer.admit([JobSpec(name, None) for name in "abc"])) == several
 
@@ -110,14 +109,14 @@ def test_a_load_that_fits_nowhere_holds_up_nobody() -> None:
 
 def test_a_device_that_is_gone_takes_nothing_and_one_that_comes_does() -> None:
     packer = two()
-    packer.change([DeviceCapacity(10), DeviceCapacity(10, most=0)])
+    packer.change([DeviceCapacity(10), DeviceCapacity(10, max_jobs=0)])
     assert packer.admit([JobSpec("a", 6), JobSpec("b", 6)]) == [("a", (0,))]
-    packer.change([DeviceCapacity(10), DeviceCapacity(10, most=0), DeviceCapacity(10)])
+    packer.change([DeviceCapacity(10), DeviceCapacity(10, max_jobs=0), DeviceCapacity(10)])
     assert packer.admit([JobSpec("b", 6)]) == [("b", (2,))]
 
 
 def test_a_load_that_later_ones_overtook_too_often_starts_before_them() -> None:
-    packer = Packer([DeviceCapacity(10)], patience=3)
+    packer = Packer([DeviceCapacity(10)], max_overtakes=3)
     packer.placed(JobSpec("0", 5), [0])
     old, started = JobSpec("old", 9), []
     for number in range(1, 50):
@@ -140,17 +139,16 @@ def test_what_runs_already_is_not_started_again() -> None:
 def test_a_study_gives_everything_that_packing_decides_by() -> None:
     """No field of a load or of a device is left as it is unless something else gives it: a benchmark, for example."""
     plan = Fit("split", 1, 1, 2, 5, 0.5, "")
-    load = load_of(PendingJob({0: {}}, Requirements(5, plan, None, "kind", 3), alone=True, memory=7, id="0-0"))
+    load = job_spec(PendingJob({0: {}}, Requirements(5, plan, None, "kind", 3), exclusive=True, memory=7, id="0-0"))
     assert load == JobSpec("0-0", 7, 2, 1.5, True, "kind")
     executor = Mock(devices=(Device("cuda:0", 10**12, "far"),))
-    (device,) = Dispatcher(executor, 3, counted=True).capacities
-    for known in (load, device):
-        assert [f.name for f in fields(known) if getattr(known, f.name) == f.default] == []
+    assert [f.name for f in fields(load) if getattr(load, f.name) == f.default] == []
+    assert Dispatcher(executor, 3, counted=True).slots() == 3
 
 
 def test_one_more_that_adds_nothing_is_not_tried_again_soon() -> None:
     sharing = ThroughputModel(gain=0.05, again=3)
-    packer = Packer([DeviceCapacity(100)], sharing=sharing)
+    packer = Packer([DeviceCapacity(100)], throughput=sharing)
     speeds = {1: 1.0, 2: 0.8, 3: 0.5}  # together 1, 1.6, 1.5: two are best
     waiting = [JobSpec(name, 1, kind="same") for name in "abcdefgh"]
     for count in (1, 2, 3):
@@ -171,26 +169,24 @@ def test_one_more_that_adds_nothing_is_not_tried_again_soon() -> None:
 def test_what_stays_worth_while_is_not_given_up_for_noise() -> None:
     sharing = ThroughputModel(gain=0.1)
     for count, speed in ((1, 1.0), (2, 0.6)):
-        sharing.observed([JobRate("k", speed, 1.0)] * count)
-    assert sharing.worth(1)
-    sharing.observed(
-        [JobRate("k", 0.52, 1.0)] * 2
-    )  # less than the gain that was asked for at first, yet not less than 1
-    assert sharing.worth(1)
+        sharing.add([JobRate("k", speed, 1.0)] * count)
+    assert sharing.allows_one_more(1)
+    sharing.add([JobRate("k", 0.52, 1.0)] * 2)  # less than the gain that was asked for at first, yet not less than 1
+    assert sharing.allows_one_more(1)
     for _ in range(8):
-        sharing.observed([JobRate("k", 0.45, 1.0)] * 2)
-    assert not sharing.worth(1)
+        sharing.add([JobRate("k", 0.45, 1.0)] * 2)
+    assert not sharing.allows_one_more(1)
 
 
 def test_a_kind_beside_which_all_are_slower_gets_a_device_by_itself() -> None:
     sharing = ThroughputModel()
-    packer = Packer([DeviceCapacity(10)], sharing=sharing)
+    packer = Packer([DeviceCapacity(10)], throughput=sharing)
     for kind in ("hog", "meek"):
-        sharing.observed([JobRate(kind, 1.0, 1.0)])
+        sharing.add([JobRate(kind, 1.0, 1.0)])
     for _ in range(2):
-        sharing.observed([JobRate("hog", 0.5, 9.0), JobRate("meek", 0.2, 1.0)])
-    assert sharing.alone("hog")
-    assert not sharing.alone("meek")
+        sharing.add([JobRate("hog", 0.5, 9.0), JobRate("meek", 0.2, 1.0)])
+    assert sharing.must_run_alone("hog")
+    assert not sharing.must_run_alone("meek")
     assert packer.admit([JobSpec("h", 5, kind="hog"), JobSpec("m", 1, kind="meek")]) == [("h", (0,))]
 
 
@@ -201,7 +197,7 @@ loads_of = st.lists(
         memory=st.one_of(st.none(), st.integers(0, 12)),
         degree=st.integers(1, 3),
         seconds=st.one_of(st.none(), st.integers(0, 20).map(float)),
-        alone=st.booleans(),
+        exclusive=st.booleans(),
     ),
     max_size=12,
     unique_by=lambda load: load.id,
@@ -212,7 +208,7 @@ devices_of = st.lists(
         memory=st.one_of(st.none(), st.integers(4, 12)),
         node=st.sampled_from("xy"),
         reserve=st.integers(0, 1),
-        most=st.one_of(st.none(), st.integers(1, 3)),
+        max_jobs=st.one_of(st.none(), st.integers(1, 3)),
     ),
     min_size=1,
     max_size=5,
@@ -220,18 +216,18 @@ devices_of = st.lists(
 
 
 def by_itself(load: JobSpec) -> bool:
-    return load.alone or load.degree > 1
+    return load.exclusive or load.degree > 1
 
 
 def check_safe(packer: Packer) -> None:
     for place, device in enumerate(packer.devices):
         runs = [run for run in packer.running.values() if place in run.places]
-        taken = sum((device.memory or 0) if r.load.memory is None else r.load.memory + device.reserve for r in runs)
+        taken = sum((device.memory or 0) if r.job.memory is None else r.job.memory + device.reserve for r in runs)
         assert device.memory is None or taken <= device.memory
-        assert device.most is None or len(runs) <= device.most
-        assert len(runs) <= 1 or not any(by_itself(run.load) for run in runs)
+        assert device.max_jobs is None or len(runs) <= device.max_jobs
+        assert len(runs) <= 1 or not any(by_itself(run.job) for run in runs)
     for run in packer.running.values():
-        assert len(set(run.places)) == run.load.degree
+        assert len(set(run.places)) == run.job.degree
         assert len({packer.devices[place].node for place in run.places}) == 1
 
 
@@ -240,7 +236,7 @@ def check_safe(packer: Packer) -> None:
 def test_devices_never_have_too_much_and_a_queue_that_fits_empties(
     devices: list[DeviceCapacity], loads: list[JobSpec], data: st.DataObject
 ) -> None:
-    packer = Packer(devices, patience=data.draw(st.integers(0, 4)))
+    packer = Packer(devices, max_overtakes=data.draw(st.integers(0, 4)))
     waiting = [load for load in loads if packer.possible(load)]
     arrived: list[JobSpec] = []
     now = 0.0
@@ -264,7 +260,7 @@ def test_nothing_that_has_room_waits_while_no_place_is_held(
 ) -> None:
     packer = Packer(devices)
     started = {id for id, _ in packer.admit(loads)}
-    if packer.held is not None:
+    if packer.reservation is not None:
         return
     for load in loads:
         if load.id in started:
@@ -272,10 +268,10 @@ def test_nothing_that_has_room_waits_while_no_place_is_held(
         for node in {device.node for device in devices}:
             free = 0
             for place, device in enumerate(devices):
-                runs = [run.load for run in packer.running.values() if place in run.places]
+                runs = [run.job for run in packer.running.values() if place in run.places]
                 taken = sum((device.memory or 0) if r.memory is None else r.memory + device.reserve for r in runs)
                 need = (device.memory or 0) if load.memory is None else load.memory + device.reserve
-                full = device.most is not None and len(runs) >= device.most
+                full = device.max_jobs is not None and len(runs) >= device.max_jobs
                 shut = bool(runs) and (by_itself(load) or any(map(by_itself, runs)))
                 room = device.memory is None or taken + need <= device.memory
                 free += device.node == node and room and not (full or shut)

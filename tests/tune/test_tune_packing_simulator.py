@@ -18,22 +18,21 @@ def trial(name: str, memory: int, seconds: float, demand: float = 1.0, degree: i
     return Recorded(JobSpec(name, memory, degree, seconds), seconds, demand)
 
 
-def test_loads_that_leave_each_other_time_run_at_full_speed() -> None:
-    packed = simulate([trial("a", 4, 10, 0.5), trial("b", 4, 6, 0.5)], Packer([DeviceCapacity(10)]))
-    assert packed.ends == {"a": 10.0, "b": 6.0}
-    assert (packed.makespan, packed.most) == (10.0, 2)
-    assert packed.mean_memory == pytest.approx((4 * 10 + 4 * 6) / 100)
-
-
-def test_loads_that_want_all_of_a_device_share_it() -> None:
-    # Both at half speed until b, of 6 s, is done after 12; a then has 4 of its 10 s left.
-    packed = simulate([trial("a", 4, 10), trial("b", 4, 6)], Packer([DeviceCapacity(10)]))
-    assert packed.ends == {"b": pytest.approx(12.0), "a": pytest.approx(16.0)}
-
-
-def test_each_further_load_costs_all_a_little() -> None:
-    packed = simulate([trial("a", 4, 10, 0.5), trial("b", 4, 10, 0.5)], Packer([DeviceCapacity(10)]), loss=0.5)
-    assert packed.ends == {"a": pytest.approx(20.0), "b": pytest.approx(20.0)}
+@pytest.mark.parametrize(
+    ("demand", "loss", "a", "b"),
+    [
+        (0.5, 0.0, 10.0, 6.0),  # they leave each other time
+        (1.0, 0.0, 16.0, 12.0),  # both at half speed until b is done; a then has 4 of its 10 s left
+        (0.5, 0.5, 16.0, 12.0),  # a further job costs all half of their speed
+    ],
+)
+def test_jobs_that_share_a_device_run_at_the_speed_that_it_leaves_them(
+    demand: float, loss: float, a: float, b: float
+) -> None:
+    packed = simulate([trial("a", 4, 10, demand), trial("b", 4, 6, demand)], Packer([DeviceCapacity(10)]), loss=loss)
+    assert packed.ends == {"a": pytest.approx(a), "b": pytest.approx(b)}
+    assert (packed.makespan, packed.most) == (pytest.approx(a), 2)
+    assert packed.mean_memory == pytest.approx((4 * a + 4 * b) / (10 * a))
 
 
 class Everywhere:

@@ -1,3 +1,5 @@
+"""Proposals as functions of the seed and of what a trial may see; the choices of a space as Optuna's distributions."""
+
 from __future__ import annotations
 
 import logging
@@ -6,15 +8,21 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
+import optuna
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from weft.errors import TuneError
-from weft.space import Space
-from weft.tune.study.optuna import parse_spec
-from weft.tune.study.records import TrialRecord, visible
-from weft.tune.study.sampler import left_in_grid, propose
+from weft.errors import SpaceError, TuneError
+from weft.space import Categorical, Floats, Integers, Space
+from weft.tune.study.definition import check_space
+from weft.tune.study.optuna import complete_params, distribution, distributions, parse_spec, suggest
+from weft.tune.study.sampler import propose, remaining_grid_points
+from weft.tune.study.storage import TrialRecord, visible
+from weft.utils import rng
+
+optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 SAMPLERS: dict[str, Any] = {
     "tpe": {"name": "tpe", "n_startup_trials": 3},
@@ -50,7 +58,7 @@ def ask(records: list[TrialRecord], sampler: Any, directions: Any = ("minimize",
         SPACE,
         records,
         number,
-        window=WINDOW,
+        max_concurrent=WINDOW + 1,
         directions=directions,
         sampler=parse_spec("sampler", sampler),
         seed=seed,
@@ -59,15 +67,15 @@ def ask(records: list[TrialRecord], sampler: Any, directions: Any = ("minimize",
 
 
 def history(
-    count: int, sampler: Any, rng: random.Random, directions: Any = ("minimize",), seed: int = 0, sign: int = 0
+    count: int, sampler: Any, draw: random.Random, directions: Any = ("minimize",), seed: int = 0, sign: int = 0
 ) -> list[TrialRecord]:
     """So many trials that ended, one after the other, with results of this generator; with a sign all complete."""
     records: list[TrialRecord] = []
     for _ in range(count):
         record = ask(records, sampler, directions, seed)
-        values = tuple((sign or 1) * rng.random() for _ in directions)
+        values = tuple((sign or 1) * draw.random() for _ in directions)
         reports = {1: tuple(value + 1 for value in values), 2: values}
-        state = "complete" if sign else rng.choice(["complete", "complete", "complete", "pruned", "failed"])
+        state = "complete" if sign else draw.choice(["complete", "complete", "complete", "pruned", "failed"])
         records.append(
             replace(record, state=state, values=None if state == "failed" else values, reports=reports)  # type: ignore[arg-type]
         )
@@ -96,10 +104,10 @@ def test_every_proposal_is_a_valid_pick_of_the_space_s_own_values(name: str, obj
 def test_a_proposal_ignores_how_the_trials_of_its_window_stand(name: str) -> None:
     past = history(LENGTH.get(name, 10), SAMPLERS[name], random.Random(2))
     expected = ask(past, SAMPLERS[name])
-    rng = random.Random(3)
+    draw = random.Random(3)
     for record in past[-WINDOW:]:
-        state = rng.choice(["running", "complete", "pruned", "failed"])
-        past[record.number] = replace(record, state=state, values=(rng.random(),), reports={5: (rng.random(),)})  # type: ignore[arg-type]
+        state = draw.choice(["running", "complete", "pruned", "failed"])
+        past[record.number] = replace(record, state=state, values=(draw.random(),), reports={5: (draw.random(),)})  # type: ignore[arg-type]
     again = ask(past, SAMPLERS[name])
     assert (again.params, again.attrs) == (expected.params, expected.attrs)
 
@@ -110,20 +118,16 @@ def test_a_proposal_follows_from_the_results_before_its_window(name: str) -> Non
     unseen = WINDOW + 1
     assert [one.params for one in past[:unseen]] == [one.params for one in turned[:unseen]]
     assert [one.params for one in past] != [one.params for one in turned]
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_another_seed_proposes_something_else(name: str) -> None:
-    first, second = (history(4, SAMPLERS[name], random.Random(0), seed=seed) for seed in (0, 1))
-    assert [one.params for one in first] != [one.params for one in second]
+    other = history(4, SAMPLERS[name], random.Random(5), seed=1)
+    assert [one.params for one in other] != [one.params for one in past[:4]]
 
 
 def test_a_trial_may_not_be_proposed_before_those_outside_its_window_have_ended() -> None:
     past = history(5, "random", random.Random(0))
     past[1] = replace(past[1], state="running")
     with pytest.raises(TuneError, match="before 2 has ended"):
-        visible(past, 5, WINDOW)
-    assert [one.state for one in visible(past, 4, WINDOW)[1:]] == ["running"] * 3
+        visible(past, 5, WINDOW + 1)
+    assert [one.state for one in visible(past, 4, WINDOW + 1)[1:]] == ["running"] * 3
 
 
 @settings(max_examples=20, deadline=None)
@@ -144,19 +148,23 @@ def test_the_grid_tries_every_valid_pick_once_and_then_has_none_left(seed: int, 
         if w * d < 9
     ]
     records: list[TrialRecord] = []
-    while left_in_grid(space, records, sampler, seed):
-        got = propose(space, records, len(records), window=2, directions=("minimize",), sampler=sampler, seed=seed)
+    while remaining_grid_points(space, records, sampler, seed):
+        got = propose(
+            space, records, len(records), max_concurrent=3, directions=("minimize",), sampler=sampler, seed=seed
+        )
         records.append(TrialRecord(len(records), got.params, "failed"))
     by = lambda params: sorted(params.items())  # noqa: E731
     assert sorted((dict(one.params) for one in records), key=by) == sorted(expected, key=by)  # type: ignore[arg-type]
     with pytest.raises(TuneError, match="every point of the grid"):
-        propose(space, records, len(records), window=2, directions=("minimize",), sampler=sampler, seed=seed)
+        propose(space, records, len(records), max_concurrent=3, directions=("minimize",), sampler=sampler, seed=seed)
 
 
 def test_a_constraint_that_is_almost_never_met_is_met() -> None:
     space = Space()
     space.require(space.integer("a", 1, 100) + space.integer("b", 1, 100) == 200)
-    got = propose(space, [], 0, window=0, directions=("minimize",), sampler=parse_spec("sampler", "random"), seed=0)
+    got = propose(
+        space, [], 0, max_concurrent=1, directions=("minimize",), sampler=parse_spec("sampler", "random"), seed=0
+    )
     assert got.params == {"a": 100, "b": 100}
 
 
@@ -169,31 +177,108 @@ def test_optuna_neither_logs_nor_warns(caplog: pytest.LogCaptureFixture, capfd: 
 
 
 @pytest.mark.parametrize(
-    ("kind", "given_method", "said"),
+    ("kind", "given_spec", "said"),
     [
         ("sampler", "tpee", "unknown sampler 'tpee'; did you mean 'tpe'"),
-        ("sampler", None, "a sampler is a name"),
         ("sampler", {"popsize": 3}, "a sampler is a name"),
         ("sampler", {"name": "cmaes", "popsizes": 3}, "no option 'popsizes'; did you mean 'popsize'"),
         ("sampler", {"name": "random", "points": 3}, "has no option 'points'; it has none"),
+        ("sampler", {"name": "tpe", "seed": 3}, "has no option 'seed'"),
         ("sampler", {"name": "nsga2", "population_size": 1}, "refuses .*greater than or equal to 2"),
-        (
-            "sampler",
-            {"name": "tpe", "n_startup_trials": "x"},
-            "'n_startup_trials' of the sampler 'tpe' is a whole number",
-        ),
+        ("sampler", {"name": "tpe", "n_startup_trials": "x"}, "a whole number"),
         ("sampler", {"name": "tpe", "n_ei_candidates": 2.5}, "a whole number from 1 on, not 2.5"),
         ("sampler", {"name": "tpe", "multivariate": "yes"}, "is true or false, not 'yes'"),
-        ("sampler", {"name": "tpe", "group": True, "multivariate": False}, "refuses"),
-        ("sampler", {"name": "nsga2", "mutation_prob": 2}, "refuses .*mutation_prob"),
-        ("sampler", {"name": "cmaes", "popsize": True}, "a whole number from 2 on, not True"),
-        ("pruner", {"name": "hyperband", "min_resource": "auto"}, "a whole number, not 'auto'"),
+        ("sampler", {"name": "grid", "points": 1}, "a whole number from 2 on"),
         ("pruner", {"name": "asha", "min_resource": "some"}, "or 'auto', not 'some'"),
-        ("sampler", {"name": "grid", "points": 1}, "'points' of the sampler 'grid' is a whole number from 2 on"),
-        ("pruner", "ahsa", "unknown pruner 'ahsa'; did you mean 'asha'"),
         ("pruner", {"name": "asha", "reduction_factor": 1}, "refuses"),
     ],
 )
-def test_a_method_that_cannot_be_is_refused_with_its_reason(kind: Any, given_method: Any, said: str) -> None:
+def test_a_sampler_or_pruner_that_cannot_be_is_refused_with_its_reason(kind: Any, given_spec: Any, said: str) -> None:
     with pytest.raises(TuneError, match=said):
-        parse_spec(kind, given_method)
+        parse_spec(kind, given_spec)
+
+
+# -- distributions
+
+
+def conditional() -> Space:
+    space = Space()
+    kind = space.categorical("kind", ["sgd", "adam"])
+    momentum = space.real("momentum", 0.0, 0.9, when=kind == "sgd")
+    width = space.integer("width", [16, 32, 64])
+    depth = space.integer("depth", 1, 4)
+    space.derive("size", width * depth)
+    space.categorical("bias", [True, False], when=momentum > 0.5)
+    space.require(width * depth <= 128)
+    return space
+
+
+def asked(space: Space, seed: int) -> tuple[dict[str, object], dict[str, object]]:
+    trial = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed)).ask()
+    return suggest(space, trial), dict(trial.distributions)
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (Floats(0.0, 1.0), FloatDistribution(0.0, 1.0)),
+        (Floats(1e-4, 1e-1, log=True), FloatDistribution(1e-4, 1e-1, log=True)),
+        (Integers((3, 5, 7)), IntDistribution(3, 7, step=2)),
+        (Integers((7, 5, 3)), IntDistribution(3, 7, step=2)),
+        (Integers((9,)), IntDistribution(9, 9)),
+        (Integers((16, 32, 64)), CategoricalDistribution((16, 32, 64))),
+        (Integers((1, 2, 3), ordered=False), CategoricalDistribution((1, 2, 3))),
+        (Categorical(("a", True, 2.5)), CategoricalDistribution(("a", True, 2.5))),
+    ],
+)
+def test_each_choice_has_the_distribution_that_keeps_its_order(choice: object, expected: object) -> None:
+    assert distribution(choice) == expected  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_what_is_suggested_is_the_space_s_own_and_has_the_distributions_of_a_stored_trial(seed: int) -> None:
+    space = conditional()
+    params, used = asked(space, seed)
+    assert used == distributions(space, params)
+    for name, value in params.items():
+        option = space.choices[name].canonical(value)
+        assert (option, type(option)) == (value, type(value))
+    if space.rules.broken(params) is None:
+        assert dict(space.subnet(params).values) == params
+
+
+@given(st.integers(0, 2**32 - 1), st.sets(st.sampled_from(["kind", "width", "depth"])), st.integers(0, 9))
+def test_a_partial_pick_keeps_its_values_and_is_completed_alike_each_time(seed: int, names: set[str], key: int) -> None:
+    space = conditional()
+    whole = dict(space.sample(rng.generator(seed)).values)
+    given_values = {name: whole[name] for name in sorted(names)}
+    params = complete_params(space, given_values, rng.generator(key))
+    assert params == complete_params(space, given_values, rng.generator(key))
+    assert given_values.items() <= params.items()
+    assert dict(space.subnet(params).values) == params
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"widht": 16}, "did you mean 'width'"),
+        ({"size": 64}, "derived"),
+        ({"width": 17}, "'width' cannot be 17"),
+        ({"momentum": 2}, r"\[0.0, 0.9\]"),
+        ({"kind": "adam", "momentum": 0.5}, "'momentum' is inactive"),
+        ({"width": 64, "depth": 4}, "constraint"),
+        ({"kind": "adam", "width": 64, "depth": 4}, "constraint"),
+    ],
+)
+def test_a_pick_that_cannot_be_is_refused_with_its_reason(params: dict[str, object], said: str) -> None:
+    with pytest.raises((TuneError, SpaceError), match=said):
+        complete_params(conditional(), params, rng.generator(0))  # type: ignore[arg-type]
+
+
+def test_a_space_in_which_nothing_varies_is_refused() -> None:
+    with pytest.raises(TuneError, match="no choices"):
+        check_space(Space())
+    empty = Space()
+    empty.require(empty.integer("width", 1, 4) > 4)
+    with pytest.raises(SpaceError, match="no subnet satisfies"):
+        check_space(empty)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.tune.study.optuna import parse_spec
-from weft.tune.study.pruner import TrialPruner, judged
-from weft.tune.study.records import TrialRecord
+from weft.tune.study.pruner import TrialPruner, replay_reports
+from weft.tune.study.storage import TrialRecord
 
 MEDIAN = {"name": "median", "n_startup_trials": 3}
 ASHA = {"name": "asha", "min_resource": 1, "reduction_factor": 2}
@@ -26,7 +26,9 @@ SIGNS = {"minimize": 1.0, "maximize": -1.0}
 
 
 def judge(records: list[TrialRecord], pruner: Any, directions: Any = ("minimize",), window: int = 0) -> TrialPruner:
-    return TrialPruner(records, len(records), window=window, directions=directions, pruner=parse_spec("pruner", pruner))
+    return TrialPruner(
+        records, len(records), max_concurrent=window + 1, directions=directions, pruner=parse_spec("pruner", pruner)
+    )
 
 
 def curves(*trials: list[Any], pruner: Any = None, directions: Any = ("minimize",)) -> list[TrialRecord]:
@@ -43,7 +45,7 @@ def curves(*trials: list[Any], pruner: Any = None, directions: Any = ("minimize"
         state = "pruned" if pruned else "complete"
         last = told[len(reports) - 1]
         values_ = last if all(map(math.isfinite, last)) else tuple(0.0 for _ in last)
-        records.append(TrialRecord(number, {}, state, values_, reports, rungs=own.rungs))  # type: ignore[arg-type]
+        records.append(TrialRecord(number, {}, state, values_, reports, pruner_state=own.state))  # type: ignore[arg-type]
     return records
 
 
@@ -94,11 +96,11 @@ def test_a_judge_that_is_built_anew_decides_alike_and_directions_are_mirror_imag
     for step, value in enumerate(trials[-1]):
         own.report(step, (value,))
     reports = {step: (value,) for step, value in reversed(list(enumerate(trials[-1])))}
-    again = judged(judge(past, PRUNERS[name]), reports)
-    assert (again.decisions, repr(again.rungs)) == (own.decisions, repr(own.rungs))
+    again = replay_reports(judge(past, PRUNERS[name]), reports)
+    assert (again.decisions, repr(again.state)) == (own.decisions, repr(own.state))
     turned = curves(*[[-v for v in one] for one in trials[:-1]], pruner=PRUNERS[name], directions=("maximize",))
     assert [(one.state, list(one.reports)) for one in turned] == [(one.state, list(one.reports)) for one in past]
-    other = judged(judge(turned, PRUNERS[name], ("maximize",)), {s: (-v[0],) for s, v in reports.items()})
+    other = replay_reports(judge(turned, PRUNERS[name], ("maximize",)), {s: (-v[0],) for s, v in reports.items()})
     assert other.decisions == own.decisions
     if name == "none":
         assert not any(own.decisions.values())
@@ -109,7 +111,8 @@ def test_the_reports_of_a_trial_within_the_window_change_no_decision(name: str) 
     past = curves([5.0], [6.0], [7.0], [1.0], [1.0], pruner=ASHA)
     past = [replace(one, state="complete") for one in past]
     hidden = [
-        replace(one, state="running", values=None, reports={}, rungs=()) if one.number > 2 else one for one in past
+        replace(one, state="running", values=None, reports={}, pruner_state=()) if one.number > 2 else one
+        for one in past
     ]
     decided = []
     for records in (past, hidden):
@@ -117,7 +120,10 @@ def test_the_reports_of_a_trial_within_the_window_change_no_decision(name: str) 
             own = judge(records, PRUNERS[name], window=2)
             decided.append(own.report(1, (value,)))
     assert decided[:3] == decided[3:]
-    assert [judge(past, PRUNERS[name], window=window).report(1, (5.5,)) for window in (0, 2)] == [True, False]
+    assert [judge(past, PRUNERS[name], window=window).report(1, (5.5,)) for window in (0, 2)] == [
+        True,
+        False,
+    ]
 
 
 def test_how_far_a_failed_trial_came_changes_no_decision() -> None:

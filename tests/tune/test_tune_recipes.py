@@ -24,7 +24,7 @@ def study(folder: Path, name: str, widths: list[int], recipe: Mapping[str, Any],
     made = Recipe(data=weft.data.digits, metrics={"accuracy": weft.accuracy}, objectives=("loss", "accuracy"), **fields)
     enqueued = [{"width": width, "lr": 0.01 + 0.001 * at} for at, width in enumerate(widths)]
     wanted: dict[str, Any] = {"trials": len(widths), "enqueue": enqueued, "sampler": "random", **asked}
-    return weft.tune(made, space, minimize="loss", maximize="accuracy", name=name, runs=folder, **wanted)
+    return weft.tune(made, space, minimize="loss", maximize="accuracy", name=name, root=folder, **wanted)
 
 
 @pytest.mark.long
@@ -33,24 +33,24 @@ def test_candidates_that_fit_one_device_two_or_none_run_side_by_side_with_the_re
 ) -> None:
     widths, recipe = [512, 192, 64], {"steps": 6}
     small = study(tmp_path, "small", widths, recipe, devices=["cpu=1400KiB", "cpu=1400KiB"])
-    large = study(tmp_path, "large", widths, recipe, workers=1)
+    large = study(tmp_path, "large", widths, recipe, jobs_per_device=1)
     assert [one.state for one in small.trials] == ["failed", "complete", "complete"]
-    assert "the candidate fits nowhere, with 2 devices of 1.4 MiB" in small.trials[0].notes["error"]
-    assert small.trials[0].notes["refused"] is True
-    assert [one.notes["fit"]["way"] for one in small.trials[1:]] == ["split", "whole"]
-    assert small.trials[1].notes["devices"] == ["local/cpu", "local/cpu"]
-    assert [one.notes["attempts"] for one in small.trials[1:]] == [1, 1]
+    assert "the candidate fits nowhere, with 2 devices of 1.4 MiB" in small.trials[0].info["error"]
+    assert small.trials[0].info["refused"] is True
+    assert [one.info["fit"]["strategy"] for one in small.trials[1:]] == ["split", "whole"]
+    assert small.trials[1].info["devices"] == ["local/cpu", "local/cpu"]
+    assert [one.info["attempts"] for one in small.trials[1:]] == [1, 1]
     for here, there in zip(small.trials[1:], large.trials[1:], strict=True):
         assert here.values == pytest.approx(there.values, rel=1e-4)
         assert here.reports.keys() == there.reports.keys() == {6}
-        assert 0 < here.notes["peak"] <= 1400 * 1024
+        assert 0 < here.info["peak"] <= 1400 * 1024
 
 
 def test_trials_of_one_shape_train_as_one_with_the_results_that_they_have_alone(tmp_path: Path) -> None:
     widths, recipe = [16, 64, 16, 16], {"steps": 8, "report_every": 4}
-    fused = study(tmp_path, "fused", widths, recipe, fuse=4, window=3)
-    alone = study(tmp_path, "alone", widths, recipe, window=3, workers=1)
-    assert [one.notes["fused"] for one in fused.trials] == [3, 1, 3, 3]
+    fused = study(tmp_path, "fused", widths, recipe, fuse=4, max_concurrent=4)
+    alone = study(tmp_path, "alone", widths, recipe, max_concurrent=4, jobs_per_device=1)
+    assert [one.info["fused"] for one in fused.trials] == [3, 1, 3, 3]
     placed = [e["trials"] for e in Events(tmp_path / "fused" / "events.jsonl").read() if e["event"] == "placed"]
     assert sorted(placed) == [[0, 2, 3], [1]]
     for here, there in zip(fused.trials, alone.trials, strict=True):
@@ -60,19 +60,19 @@ def test_trials_of_one_shape_train_as_one_with_the_results_that_they_have_alone(
 
 def test_fused_trials_find_in_a_cache_of_their_model_what_they_put_there_themselves(tmp_path: Path) -> None:
     recipe = {"model": objectives.remembers, "steps": 4}
-    found = study(tmp_path, "fused", [16, 16], recipe, fuse=2, window=1, devices=["cpu=64MiB"])
-    assert [(one.state, one.notes["fused"]) for one in found.trials] == [("complete", 2)] * 2
+    found = study(tmp_path, "fused", [16, 16], recipe, fuse=2, max_concurrent=2, devices=["cpu=64MiB"])
+    assert [(one.state, one.info["fused"]) for one in found.trials] == [("complete", 2)] * 2
 
 
 def test_an_estimate_that_is_too_low_kills_only_its_own_trial_which_is_tried_again_with_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true = EstimatorPool.told
+    true = EstimatorPool.completed
 
     def low(foresight: EstimatorPool) -> Any:
         return [(number, replace(need, memory=need.memory // 2)) for number, need in true(foresight)]
 
-    monkeypatch.setattr(EstimatorPool, "told", low)
+    monkeypatch.setattr(EstimatorPool, "completed", low)
     widths, recipe = [64, 16], {"steps": 4}
     found = study(tmp_path, "low", widths, recipe, devices=["cpu=1MiB"], fuse=1)
     assert [one.state for one in found.trials] == ["complete", "complete"]

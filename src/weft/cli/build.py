@@ -107,17 +107,19 @@ def _run(config: Config, folder: Path) -> RunConfig:
 def gradient_search(config: Config) -> GradientSearchConfig:
     """The options of a search by a gradient method."""
     s = config.search
-    if (s.warmup is not None and s.warmup < 0) or (s.rate is not None and not s.rate > 0):
-        raise ConfigError(f"search.warmup is 0 or more and search.rate above 0, not {s.warmup} and {s.rate}")
+    if s.weight_warmup_steps is not None and s.weight_warmup_steps < 0:
+        raise ConfigError(f"search.weight_warmup_steps is 0 or more, not {s.weight_warmup_steps}")
+    if s.rate is not None and not s.rate > 0:
+        raise ConfigError(f"search.rate is above 0, not {s.rate}")
     default = Bilevel().optimizer
     return GradientSearchConfig(
         method=str(s.method),
         targets=s.targets,
         architecture=None if s.rate is None else Optimizer(default.kind, **{**default.options, "lr": s.rate}),
-        weight_warmup_steps=s.warmup,
+        weight_warmup_steps=s.weight_warmup_steps,
         pick=s.pick,
         budget=s.budget,
-        recalibrate=s.recalibrate,
+        bn_batches=s.bn_batches,
         search_name=s.name,
     )
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from weft.plan.plan import Plan
     from weft.supernet import Chain
 
+_RENAMED = {"--keep": "--constrain", "--load": "--from-plan", "--seconds": "--time-limit"}
+
 Subject = tuple["nn.Module", Any, Any]
 """A model, a batch that it takes, and a loss or None."""
 
@@ -51,7 +53,7 @@ def subject(spec: str, batch: int, length: int, folder: Path) -> Subject:
     return _transformer({"model_type": spec}, batch, length)
 
 
-def place_of(name: str, folder: Path) -> Path:
+def path_of(name: str, folder: Path) -> Path:
     """Where a plan is saved: a path as it is, and a bare name among the plans of the runs in a folder, where
     ``weft serve`` finds it."""
     if Path(name).suffix or "/" in name or "\\" in name:
@@ -188,7 +190,7 @@ def plan(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say how a model is best split over devices, what that takes, and what others would do."""
+    """Find out how a model is best split over devices."""
     from weft.plan.planner import load
     from weft.plan.planner import plan as make
 
@@ -201,13 +203,16 @@ def plan(
         assert devices is not None
         _plan_supernet(model, context, machine or "h100", devices, dtype, as_json)
         return
+    for word in context.args:
+        if now := _RENAMED.get(word.partition("=")[0]):
+            raise ConfigError(f"'{word.partition('=')[0]}' is now '{now}'")
     known = [option for parameter in context.command.params for option in parameter.opts if option[:2] == "--"]
     if settings := joined(context.args, [*known, "--help"]):
         raise ConfigError(f"'{settings[0]}' is a setting of a config.toml, and '{model}' is none")
-    place = place_of(save, Path()) if save else None
+    file = path_of(save, Path()) if save else None
     net, example, loss = subject(model, batch, length, Path())
     if from_plan:
-        source = Path(from_plan) if Path(from_plan).is_file() else place_of(from_plan, Path())
+        source = Path(from_plan) if Path(from_plan).is_file() else path_of(from_plan, Path())
         made = load(source, net, example, loss, machine=machine)
         if devices not in (None, made.devices + made.unused_devices):
             raise PlanError(f"the plan is for {made.devices} devices, and {devices} are asked for")
@@ -228,8 +233,8 @@ def plan(
             time_limit=time_limit,
             constraints=constraints,
         )
-    if place:
-        made.save(place)
+    if file:
+        made.save(file)
     if html:
         from weft.serve.report import write_plan
 
@@ -238,8 +243,8 @@ def plan(
         print_json({**made.to_json(), "reasons": made.unsupported(), **({"html": html} if html else {})})
         return
     show_plan(made, console)
-    if place:
-        console.print(f"saved in {place}: edit its splits, and price it with --from-plan {place}", soft_wrap=True)
+    if file:
+        console.print(f"saved in {file}: edit its splits, and price it with --from-plan {file}", soft_wrap=True)
     if html:
         console.print(f"written to {html}: open it in a browser", soft_wrap=True)
 
@@ -269,7 +274,7 @@ def calibrate(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and repeats.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine's devices and links, for `weft plan --machine FILE.json`."""
+    """Measure this machine, for weft plan --machine."""
     import torch
 
     from weft.plan.calibrate import calibrate as measure
@@ -297,8 +302,8 @@ def show_plan(plan: Plan, console: Console) -> None:
     facts.add_column(overflow="fold")
     facts.add_row("mesh", f"{plan.mesh}" + (f", in each of {plan.stages} stages" if plan.stages > 1 else ""))
     if plan.unused_devices:
-        told = "a device is idle" if plan.unused_devices == 1 else f"{plan.unused_devices} devices are idle"
-        facts.add_row("", f"{told}: {plan.devices} are faster than {plan.devices + plan.unused_devices}")
+        text = "a device is idle" if plan.unused_devices == 1 else f"{plan.unused_devices} devices are idle"
+        facts.add_row("", f"{text}: {plan.devices} are faster than {plan.devices + plan.unused_devices}")
     if plan.microbatches > 1 or plan.recompute:
         more = ", activations recomputed" if plan.recompute else ""
         facts.add_row("batch", f"in {plan.microbatches} micro-batches{more}")
@@ -311,7 +316,7 @@ def show_plan(plan: Plan, console: Console) -> None:
         best = "the best with this mesh" if plan.gap < 1e-9 else f"within {plan.gap:.1%} of the best with this mesh"
         facts.add_row("proof", best)
     if plan.untried_configs:
-        facts.add_row("", f"the time was up: {plan.untried_configs} other ways to use the devices might be faster")
+        facts.add_row("", f"the time was up: {plan.untried_configs} other configurations might be faster")
     facts.add_row(
         "memory",
         f"{format_bytes(int(cost.memory))} of {format_bytes(int(plan.memory_limit))} a device: "
@@ -350,12 +355,12 @@ def _layers(plan: Plan) -> Table:
     return table
 
 
-def _split(plan: Plan, place: int) -> str:
+def _split(plan: Plan, op: int) -> str:
     """Such as ``m/8``, or ``m/4 n/2``."""
     parts: dict[str, int] = {}
-    for mesh, dim in zip(plan.mesh.sizes, plan.splits[place], strict=True):
+    for mesh, dim in zip(plan.mesh.sizes, plan.splits[op], strict=True):
         if dim >= 0:  # else it is whole along this axis
-            name = plan.graph.operators[place].dims[dim].name
+            name = plan.graph.operators[op].dims[dim].name
             parts[name] = parts.get(name, 1) * mesh
     return " ".join(f"{name}/{count}" for name, count in parts.items()) or "whole on each device"
 

@@ -1,11 +1,11 @@
-"""What a study is, as typed values from TOML with ``--a.b=c`` overrides; unknown keys and wrong types are refused."""
+"""`weft tune`: a study from a TOML file with ``--a.b=c`` overrides; unknown keys and wrong types are refused."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,12 +17,25 @@ from torch import nn
 from weft.cli import build
 from weft.cli.arguments import AsJson, joined
 from weft.cli.output import console, errors, print_json, results_alone
-from weft.config import Config, DataSource, NamedSource, Names, RunTable, Train, convert, read_values, table_of
+from weft.config import (
+    Config,
+    DataSource,
+    NamedSource,
+    Names,
+    RunTable,
+    Train,
+    convert,
+    read_values,
+    table_of,
+    values_of,
+)
 from weft.data import Data, Loader, as_data
 from weft.errors import ConfigError, WeftError
 from weft.space import Space, Value
 from weft.supernet import Chain, Factory, extract, initialise
-from weft.tune.recipe import OLD_FIELDS, Recipe
+from weft.tune.config import OLD_FIELDS, StudyConfig, StudyExecution
+from weft.tune.recipe import OLD_FIELDS as OLD_RECIPE_FIELDS
+from weft.tune.recipe import Recipe
 from weft.utils.imports import import_object
 
 
@@ -38,34 +51,36 @@ class Range(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 Option = bool | int | float | str
 
 
-class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the study runs; the names are those of ``weft.tune``."""
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions(StudyExecution, StudyConfig):
+    """How the study runs; the names are those of `weft.tune`."""
 
-    trials: int = 50
     name: str | None = None
-    maximize: Names = ()
-    minimize: Names = ()
-    sampler: str | dict[str, Any] = "tpe"
-    pruner: str | dict[str, Any] | None = None
-    window: int = 7
-    seed: int = 0
+    """name of the study; that of the file if not given"""
+    root: str = "runs"
+    """the directory that holds the studies"""
     storage: str | None = None
-    executor: str = "local"
-    devices: Names | None = None
-    workers: int | None = None
-    memory: str | int | None = None
-    fuse: int = 1
-    retries: int = 3
-    seconds: float | None = None
-    threads: int = 1
-    mps: str = "auto"
+    """`sqlite:///...`, `postgresql://...` or another URL of Optuna; a file in the study's directory if not given"""
     enqueue: tuple[dict[str, Option], ...] = ()
-    """Trials by hand, each a table of values; those that a table lacks are drawn."""
+    """trials by hand, each a table of values; those that a table lacks are drawn"""
 
 
 if TYPE_CHECKING:
+    StudyTable = Any
     RecipeTable = Any
 else:
+    StudyTable = table_of(
+        "StudyTable",
+        StudyOptions,
+        kinds={
+            "maximize": Names,
+            "minimize": Names,
+            "sampler": str | dict[str, Any],
+            "pruner": str | dict[str, Any] | None,
+            "devices": Names | None,
+            "enqueue": tuple[dict[str, Option], ...],
+        },
+    )
     RecipeTable = table_of(
         "RecipeTable",
         Recipe,
@@ -85,20 +100,30 @@ else:
     )
 
 
-class StudyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StudyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One study: what is tried, from which space, and how."""
 
-    study: Study = Study()
+    study: StudyTable = StudyTable()
+    """how it runs; below"""
     space: dict[str, tuple[Option, ...] | Range] = {}
+    """what is tried: a name with a list of options, or a range; below"""
     objective: str | None = None
-    """``module:function`` that takes a trial; otherwise there is a recipe."""
+    """`module:function` that takes a trial; otherwise there is a recipe"""
     recipe: RecipeTable | None = None
+    """what every trial trains; below"""
     supernet: str | NamedSource | None = None
-    """Whose choices join the space: the model of a trial is its subnet, freshly initialised."""
-    runs: str = "runs"
+    """whose choices join the space: the model of a trial is its subnet, freshly initialised"""
 
 
-def read_study(path: Path | str, overrides: Sequence[str] = ()) -> StudyConfig:
+RENAMED = {
+    "runs": "study.root",
+    **{f"study.{before}": f"study.{now}" for before, now in OLD_FIELDS.items()},
+    **{f"recipe.{before}": f"recipe.{now}" for before, now in OLD_RECIPE_FIELDS.items()},
+}
+"""What keys of a study were called before, and are called now."""
+
+
+def read_study(path: Path | str, overrides: Sequence[str] = ()) -> StudyFile:
     """The study in a TOML file, its name that of the file if it has none; raises ConfigError in one clear line."""
     config = make_study(read_values(path), overrides)
     if config.study.name is None:
@@ -107,9 +132,9 @@ def read_study(path: Path | str, overrides: Sequence[str] = ()) -> StudyConfig:
     return config
 
 
-def make_study(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> StudyConfig:
+def make_study(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> StudyFile:
     """The study that a nested mapping means."""
-    config = convert(values, overrides, StudyConfig, RENAMED)
+    config = convert(values, overrides, StudyFile, RENAMED)
     if (config.objective is None) == (config.recipe is None):
         raise ConfigError(
             'a study tries either an objective ("module:function") or a [recipe]; the config has '
@@ -125,7 +150,7 @@ def make_study(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Stud
     return config
 
 
-def space_of(config: StudyConfig, supernet: Space | None = None) -> Space:
+def space_of(config: StudyFile, supernet: Space | None = None) -> Space:
     """The choices of the supernet, if there is one, and after them those of the config."""
     space = Space() if supernet is None else Space.from_json(supernet.to_json())
     for name, given in config.space.items():
@@ -185,28 +210,29 @@ class Subnets:
         subnet = chain.space.subnet({name: value for name, value in params.items() if name in chain.space.choices})
         route = chain.route(subnet)
         initialise(chain, seed, only=[layer.name for layer in route])
-        several = (chain.inputs is not None and len(chain.inputs) > 1) or any(layer.side for layer in route)
+        several = (chain.inputs is not None and len(chain.inputs) > 1) or any(layer.extra_inputs for layer in route)
         example = None
         if several and self.data is not None:
             example = Loader(as_data(self.data()).train, 2, 0).batch(0)
         return extract(chain, subnet, example).train()
 
 
-def tune_arguments(config: StudyConfig, folder: Path) -> tuple[Any, Any, dict[str, Any]]:
-    """The objective, the space, and the keyword arguments of ``weft.tune``."""
-    s = config.study
-    arguments = {**{name: getattr(s, name) for name in s.__struct_fields__}, "runs": config.runs}
+def tune_arguments(config: StudyFile, folder: Path) -> tuple[Any, Space, StudyConfig, StudyExecution]:
+    """The first arguments of ``weft.tune``."""
+    given = values_of(config.study)
+    parts = [{entry.name: given[entry.name] for entry in fields(part)} for part in (StudyConfig, StudyExecution)]
+    options = StudyConfig(**parts[0]), StudyExecution(**parts[1])
     if config.objective is not None:
         found = import_object(config.objective, folder)
         if not callable(found):
             raise ConfigError(f"objective '{config.objective}' is {type(found).__name__}: it must be a function")
-        return found, space_of(config), arguments
+        return found, space_of(config), *options
     assert config.recipe is not None
     recipe, chain = _recipe(config, config.recipe, folder)
-    return recipe, space_of(config, None if chain is None else chain.space), arguments
+    return recipe, space_of(config, None if chain is None else chain.space), *options
 
 
-def _recipe(config: StudyConfig, t: RecipeTable, folder: Path) -> tuple[Recipe, Chain | None]:
+def _recipe(config: StudyFile, t: RecipeTable, folder: Path) -> tuple[Recipe, Chain | None]:
     source = "digits-conv" if config.supernet is None else config.supernet
     plain = Config(
         supernet=source if isinstance(source, (str, NamedSource)) else str(source),
@@ -229,35 +255,29 @@ def _recipe(config: StudyConfig, t: RecipeTable, folder: Path) -> tuple[Recipe, 
         model = import_object(t.model, folder)
         if not callable(model):
             raise ConfigError(f"recipe.model: '{t.model}' is {type(model).__name__}, which cannot be called")
-    return (
-        Recipe(
-            model=model,
-            data=load,
-            loss=train.loss,
-            metrics=run.metrics,
-            objectives=_names(t.objectives)
-            or (*_names(config.study.maximize), *_names(config.study.minimize))
-            or ("loss",),
-            model_inputs=None if t.model_inputs is None else _names(t.model_inputs),
-            **{name: getattr(t, name) for name in _PLAIN},
-        ),
-        chain,
-    )
+    judged_by = (*_names(config.study.maximize), *_names(config.study.minimize))
+    given = values_of(t) | {
+        "model": model,
+        "data": load,
+        "loss": train.loss,
+        "metrics": run.metrics,
+        "objectives": _names(t.objectives) or judged_by or ("loss",),
+        "model_inputs": None if t.model_inputs is None else _names(t.model_inputs),
+    }
+    return Recipe(**given), chain
 
 
 _PLAIN = (
     *("steps", "batch_size", "optimizer", "optimizer_options", "lr_schedule", "warmup_steps", "precision"),
     *("report_every", "checkpoint_every", "seed", "microbatch_batchnorm", "cuda_graphs"),
 )
-RENAMED = {f"recipe.{before}": f"recipe.{now}" for before, now in OLD_FIELDS.items()}
-"""What keys of a study were called before, and are called now."""
 
 
 def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if given is None else (given,) if isinstance(given, str) else given
 
 
-def saved(config: StudyConfig, folder: Path) -> dict[str, Any]:
+def plain_values(config: StudyFile, folder: Path) -> dict[str, Any]:
     """The configuration as plain values, for the study's manifest."""
     plain: dict[str, Any] = msgspec.to_builtins(config)
     plain["study"].pop("storage", None)  # it may hold a password
@@ -273,22 +293,32 @@ def tune(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the study of this name.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run a study: propose trials, pack them onto the devices, print the best; exit code 1 if every trial failed."""
+    """Run a study of true trainings and print the best trials.
+
+    Trials are proposed, packed onto the devices and trained. The exit code is 1 if every trial failed.
+    """
     if config.startswith("--"):
         raise ConfigError(f"'{config}' stands where the config is expected: the config comes first, then its settings")
 
     known = [option for parameter in context.command.params for option in parameter.opts if option[:2] == "--"]
     path = Path(config)
     study = read_study(path, joined(context.args, [*known, "--help"]))
-    import weft
+    from weft.tune.api import run_study
     from weft.tune.progress import LiveTable, summary
 
-    objective, space, arguments = tune_arguments(study, path.parent)
+    arguments, own = tune_arguments(study, path.parent), study.study
     again = shlex.join(["weft", "tune", config, *context.args, "--resume"])
     try:
         with results_alone(), LiveTable(errors) as live:
-            found = weft.tune(
-                objective, space, **arguments, resume=resume, watch=live.see, config=saved(study, path.parent)
+            found = run_study(
+                *arguments,
+                own.name,
+                own.root,
+                own.storage,
+                resume,
+                own.enqueue,
+                [live.update],
+                plain_values(study, path.parent),
             )
     except KeyboardInterrupt:
         print(f"stopped; every trial that has ended is kept. Go on with: {again}", file=sys.stderr)
@@ -298,7 +328,7 @@ def tune(
     else:
         summary(console, found)
     if found.trials and all(record.state == "failed" for record in found.trials):
-        why = str(found.trials[-1].notes.get("error", "")).strip().splitlines()
-        told = f"; the last: {why[-1]}" if why else ""
-        print(f"error: all {len(found.trials)} trials of '{found.name}' failed{told}", file=sys.stderr)
+        error = str(found.trials[-1].info.get("error", "")).strip().splitlines()
+        last = f"; the last: {error[-1]}" if error else ""
+        print(f"error: all {len(found.trials)} trials of '{found.name}' failed{last}", file=sys.stderr)
         raise typer.Exit(1)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.data.source import Indices, Source, Subset, column, moved
+from weft.data.source import Indices, Source, Subset, column, move_source
 from weft.errors import DataError
 from weft.utils.rng import generator
 
@@ -38,7 +38,7 @@ class Data:
 
     def to(self, device: torch.device | str) -> Data:
         """The same data, with every part on the device that can be kept there."""
-        parts: dict[str, Any] = {name: moved(part, device) for name, part in self.parts().items()}
+        parts: dict[str, Any] = {name: move_source(part, device) for name, part in self.parts().items()}
         return replace(self, **parts)
 
     def fingerprint(self) -> str:

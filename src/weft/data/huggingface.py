@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from weft.data.dataset import PARTS, Data, evenly_spaced
-from weft.data.images import assembled, channels_first, log, scaled
-from weft.data.source import Batch, Indices, Source, Subset, checked, hash_samples
+from weft.data.images import assemble, channels_first, log, scale_pixels
+from weft.data.source import Batch, Indices, Source, Subset, check_indices, hash_samples
 from weft.errors import DataError, install_extra
 
 
@@ -55,7 +55,7 @@ def read(
         info["classes"] = int(max(np.max(rows.with_format("numpy")[label][:]) for rows in parts.values())) + 1
     if "image" in keys.values():
         info["shape"] = tuple(sources["train"].take(np.zeros(1, dtype=np.int64))["image"].shape[1:])
-    return assembled(path.name, sources, info, validation, seed, None if label is None else "label")
+    return assemble(path.name, sources, info, validation, seed, None if label is None else "label")
 
 
 class Rows:
@@ -71,7 +71,7 @@ class Rows:
         return len(self.dataset)
 
     def take(self, indices: Indices) -> Batch:
-        rows = self.dataset[checked(indices, len(self)).tolist()]
+        rows = self.dataset[check_indices(indices, len(self)).tolist()]
         return {key: self._tensor(name, rows[name]) for name, key in self.keys.items()}
 
     def column(self, name: str) -> torch.Tensor:
@@ -94,7 +94,7 @@ class Rows:
         if array.dtype.kind not in "iubf":
             raise DataError(f"column '{name}' is not of numbers in one shape (rows differ, or hold other things)")
         if self.keys[name] == "image" and array.dtype == np.uint8:
-            return scaled(torch.from_numpy(channels_first(array, f"column '{name}'").copy()))
+            return scale_pixels(torch.from_numpy(channels_first(array, f"column '{name}'").copy()))
         kind = np.float32 if array.dtype.kind == "f" else np.bool_ if array.dtype.kind == "b" else np.int64
         return torch.from_numpy(array.astype(kind))
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from weft.data.dataset import PARTS, Data, evenly_spaced, hold_out
-from weft.data.source import Batch, Indices, Source, Tensors, column, device_of, moved
+from weft.data.source import Batch, Indices, Source, Tensors, column, device_of, move_source
 from weft.errors import DataError, install_extra
 from weft.utils.files import replacing
 
@@ -41,20 +41,20 @@ class Scaled:
 
     def take(self, indices: Indices) -> Batch:
         batch = self.source.take(indices)
-        return {**batch, self.key: scaled(batch[self.key])}
+        return {**batch, self.key: scale_pixels(batch[self.key])}
 
     def column(self, name: str) -> torch.Tensor:
         values = column(self.source, name)
-        return scaled(values) if name == self.key else values
+        return scale_pixels(values) if name == self.key else values
 
     def to(self, device: torch.device | str) -> Scaled:
-        return Scaled(moved(self.source, device), self.key)
+        return Scaled(move_source(self.source, device), self.key)
 
     def fingerprint(self) -> str:
         return hashlib.sha256(f"scaled {self.key} {self.source.fingerprint()}".encode()).hexdigest()
 
 
-def scaled(pixels: torch.Tensor) -> torch.Tensor:
+def scale_pixels(pixels: torch.Tensor) -> torch.Tensor:
     return pixels.to(torch.float32).div_(255)
 
 
@@ -249,10 +249,10 @@ def image_data(
     info: dict[str, Any] = {"shape": shapes["train"], "classes": highest + 1}
     if class_names is not None:
         info |= {"classes": len(class_names), "class_names": tuple(map(str, class_names))}
-    return assembled(name, sources, info, validation, seed, "label")
+    return assemble(name, sources, info, validation, seed, "label")
 
 
-def assembled(
+def assemble(
     name: str, sources: Mapping[str, Source], info: Mapping[str, Any], validation: float, seed: int, key: str | None
 ) -> Data:
     """A data set of parts; without a validation part, a stratified one is taken out of the training part."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from weft.data.dataset import PARTS, Data, evenly_spaced
-from weft.data.images import Array, Pixels, Size, assembled, channels_first, decode, image_data
+from weft.data.images import Array, Pixels, Size, assemble, channels_first, decode, image_data
 from weft.data.source import Source, Tensors
 from weft.errors import DataError
 
@@ -45,12 +45,12 @@ def read(
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"cannot read {path} as an .npz archive of plain arrays: {error}") from error
     if "jpeg" in arrays:
-        parts, class_names = _packed(path, arrays, limit, size, channels, cache)
+        parts, class_names = _read_packed(path, arrays, limit, size, channels, cache)
         return image_data(path.stem, parts, class_names=class_names, validation=validation, seed=seed)
     return _plain(path, arrays, limit, validation, seed)
 
 
-def _packed(
+def _read_packed(
     path: Path, arrays: dict[str, Array], limit: int | None, size: Size | None, channels: int, cache: Any
 ) -> tuple[dict[str, tuple[Pixels, Array]], list[str] | None]:
     absent = {"offsets", "labels"} - set(arrays)
@@ -125,7 +125,7 @@ def _numbers(path: Path, pairs: dict[str, tuple[Array, Array]], validation: floa
     is_class = y.ndim == 1 and y.dtype.kind in "iub"
     if is_class:
         info["classes"] = max(int(targets.max()) for _, targets in pairs.values()) + 1
-    return assembled(path.stem, sources, info, validation, seed, "y" if is_class else None)
+    return assemble(path.stem, sources, info, validation, seed, "y" if is_class else None)
 
 
 def _tensor(values: Array, path: Path) -> torch.Tensor:

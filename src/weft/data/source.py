@@ -56,12 +56,12 @@ class Tensors:
         return self._length
 
     def take(self, indices: Indices) -> Batch:
-        where = to_device(checked(indices, self._length), self.device)
+        where = to_device(check_indices(indices, self._length), self.device)
         return {name: tensor.index_select(0, where) for name, tensor in self._named.items()}
 
     def column(self, name: str) -> torch.Tensor:
         """All samples of one tensor, without a copy."""
-        return _named(self._named, name)
+        return _pick_key(self._named, name)
 
     def to(self, device: torch.device | str) -> Tensors:
         """The same samples on a device, where `take` then indexes; asked twice, the copy is shared while it lives."""
@@ -91,7 +91,7 @@ class Subset:
 
     def __init__(self, source: Source, indices: npt.ArrayLike) -> None:
         self.source = source
-        self.indices = checked(np.array(indices, dtype=np.int64), len(source))
+        self.indices = check_indices(np.array(indices, dtype=np.int64), len(source))
         self.indices.setflags(write=False)
         self._digest: str | None = None
 
@@ -103,14 +103,14 @@ class Subset:
         return len(self.indices)
 
     def take(self, indices: Indices) -> Batch:
-        return self.source.take(self.indices[checked(indices, len(self.indices))])
+        return self.source.take(self.indices[check_indices(indices, len(self.indices))])
 
     def column(self, name: str) -> torch.Tensor:
-        whole = column(self.source, name)
-        return whole[torch.from_numpy(self.indices.copy()).to(whole.device)]
+        values = column(self.source, name)
+        return values[torch.from_numpy(self.indices.copy()).to(values.device)]
 
     def to(self, device: torch.device | str) -> Subset:
-        return Subset(moved(self.source, device), self.indices)
+        return Subset(move_source(self.source, device), self.indices)
 
     def fingerprint(self) -> str:
         if self._digest is None:
@@ -143,7 +143,7 @@ class Text:
         return self._length
 
     def take(self, indices: Indices) -> Batch:
-        where = to_device(checked(indices, self._length), self.device)
+        where = to_device(check_indices(indices, self._length), self.device)
         windows = (self.tokens[shift:].unfold(0, self.context, self.stride) for shift in (0, 1))
         tokens, targets = (window.index_select(0, where).long() for window in windows)
         return {"tokens": tokens, "targets": targets}
@@ -159,7 +159,7 @@ class Text:
         return self._digest
 
 
-def checked(indices: Indices, length: int) -> Indices:
+def check_indices(indices: Indices, length: int) -> Indices:
     """The indices as torch can use them (int64, writable), or a DataError for one that is out of range."""
     indices = np.asarray(indices, dtype=np.int64)
     if indices.size and indices.view(np.uint64).max() >= length:  # a negative one is huge without its sign
@@ -179,7 +179,7 @@ def column(source: Source, name: str) -> torch.Tensor:
     if hasattr(source, "column"):
         return cast(torch.Tensor, source.column(name))
     chunks = np.split(np.arange(len(source)), range(CHUNK, len(source), CHUNK))
-    return torch.cat([_named(source.take(chunk), name) for chunk in chunks])
+    return torch.cat([_pick_key(source.take(chunk), name) for chunk in chunks])
 
 
 def device_of(source: Source) -> torch.device:
@@ -192,7 +192,7 @@ def in_memory(source: Source) -> bool:
     return in_memory(source.source) if isinstance(source, Subset) else isinstance(source, Tensors)
 
 
-def moved(source: Source, device: torch.device | str) -> Source:
+def move_source(source: Source, device: torch.device | str) -> Source:
     """The source on a device, where it can be kept on one; else as it is."""
     return cast(Source, source.to(device)) if hasattr(source, "to") else source
 
@@ -212,7 +212,7 @@ def hash_samples(source: Source) -> str:
     return hasher.hexdigest()
 
 
-def _named(batch: Batch, name: str) -> torch.Tensor:
+def _pick_key(batch: Batch, name: str) -> torch.Tensor:
     if name not in batch:
         raise DataError(f"samples have no key '{name}'; they have {sorted(batch)}")
     return batch[name]

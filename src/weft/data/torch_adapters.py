@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from weft.data.dataset import Data
-from weft.data.source import Batch, Indices, Source, Tensors, checked, hash_batch, hash_samples
+from weft.data.source import Batch, Indices, Source, Tensors, check_indices, hash_batch, hash_samples
 from weft.errors import DataError
 from weft.utils.rng import key, torch_seeded
 
@@ -111,7 +111,7 @@ class IterableLoader:
                 item = next(items, _END)
             if item is _END:
                 return
-            yield named(item, self.keys, tensors=True)
+            yield name_values(item, self.keys, tensors=True)
             number += 1
 
     def _deliver(self, batch: Batch) -> Batch:
@@ -120,7 +120,7 @@ class IterableLoader:
         return {name: tensor.to(self.device, non_blocking=tensor.is_pinned()) for name, tensor in batch.items()}
 
 
-def named(item: Any, keys: Sequence[str] | None, tensors: bool = False) -> dict[str, Any]:
+def name_values(item: Any, keys: Sequence[str] | None, tensors: bool = False) -> dict[str, Any]:
     """A sample or batch as a mapping; with `tensors`, every value must be one."""
     if isinstance(item, tuple) and hasattr(item, "_asdict"):
         item = item._asdict()
@@ -213,12 +213,12 @@ class Mapped:
         return len(self.dataset)
 
     def take(self, indices: Indices) -> Batch:
-        numbers = checked(indices, len(self)).tolist()
+        numbers = check_indices(indices, len(self)).tolist()
         if hasattr(self.dataset, "__getitems__"):  # torch's own way to read many at once
             items = self.dataset.__getitems__(numbers)
         else:
             items = [self.dataset[number] for number in numbers]
-        samples = [named(item, self.keys) for item in items]
+        samples = [name_values(item, self.keys) for item in items]
         try:
             collated = default_collate(samples)
         except (TypeError, RuntimeError, KeyError) as error:
@@ -227,7 +227,7 @@ class Mapped:
                 f"samples of {type(self.dataset).__name__} cannot be collated ({reason}); each must hold tensors, "
                 "arrays or numbers of the same keys and shapes"
             ) from error
-        return named(collated, None, tensors=True)
+        return name_values(collated, None, tensors=True)
 
     def fingerprint(self) -> str:
         """Reads every sample once."""

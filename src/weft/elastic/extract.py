@@ -15,17 +15,17 @@ from weft.space import Subnet
 _ROOT = "held"
 
 
-def plain_module(module: nn.Module, subnet: Subnet, inputs: int = 1, side: Sequence[str] = ()) -> nn.Module:
+def plain_module(module: nn.Module, subnet: Subnet, inputs: int = 1, extra_inputs: Sequence[str] = ()) -> nn.Module:
     """A copy of what the subnet uses of the module, without elastic parts: the same outputs to the last bit.
 
-    A composite of elastic modules becomes an ``fx.GraphModule`` that takes ``inputs`` tensors, and the side inputs by
+    A composite of elastic modules becomes an ``fx.GraphModule`` that takes ``inputs`` tensors, and the extra inputs by
     name.
     """
     if isinstance(module, Leaf):
         return module.plain(subnet)
     if not isinstance(module, Module):
         return copy.deepcopy(module)
-    tracer = ElasticTracer(subnet, inputs, side)
+    tracer = ElasticTracer(subnet, inputs, extra_inputs)
     holder = _Holder(module)
     try:
         graph = tracer.trace(holder)
@@ -76,19 +76,19 @@ def _hold_tensor(owner: nn.Module, name: str, holder: nn.Module, target: str) ->
 class ElasticTracer(fx.Tracer):
     """Traces composites down to leaves and to modules without elastic parts, without the pick."""
 
-    def __init__(self, subnet: Subnet, inputs: int, side: Sequence[str]) -> None:
+    def __init__(self, subnet: Subnet, inputs: int, extra_inputs: Sequence[str]) -> None:
         super().__init__()
         self._subnet = subnet
         self._inputs = [f"x{index}" for index in range(inputs)] if inputs > 1 else ["x"]
-        self._side = list(side)
+        self._extra_inputs = list(extra_inputs)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         """Placeholders for the inputs; the pick is not an input of the graph."""
-        values = [self.create_proxy("placeholder", name, (), {}) for name in (*self._inputs, *self._side)]
+        values = [self.create_proxy("placeholder", name, (), {}) for name in (*self._inputs, *self._extra_inputs)]
 
         def run(root: nn.Module, *values: Any) -> Any:
-            inputs, side = values[: len(self._inputs)], values[len(self._inputs) :]
-            return root.held(*inputs, pick=self._subnet, **dict(zip(self._side, side, strict=True)))  # type: ignore[operator]
+            inputs, extras = values[: len(self._inputs)], values[len(self._inputs) :]
+            return root.held(*inputs, pick=self._subnet, **dict(zip(self._extra_inputs, extras, strict=True)))  # type: ignore[operator]
 
         return run, [self.root, *values]
 

@@ -97,7 +97,7 @@ class Grid(Leaf):
     def _factors(self, mixture: Mixture) -> tuple[Tensor, Tensor]:
         def make() -> tuple[Tensor, Tensor]:
             each = self.sizes.mask_factors(mixture)
-            return _joined(each[: self._split]), _joined(each[self._split :])
+            return _join(each[: self._split]), _join(each[self._split :])
 
         return mixture.cached(("grid", self.sizes.key, self._split), make)  # type: ignore[no-any-return]
 
@@ -126,7 +126,7 @@ def _as_tuple(dims: Dims) -> tuple[Dim, ...]:
     return dims if isinstance(dims, tuple) else (dims,)
 
 
-def _joined(factors: Sequence[Tensor]) -> Tensor:
+def _join(factors: Sequence[Tensor]) -> Tensor:
     """The factors of the places of a grid, in order: combinations x places."""
     out = factors[0]
     for factor in factors[1:]:

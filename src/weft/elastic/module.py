@@ -41,9 +41,9 @@ class Leaf(Module):
         """A module of torch.nn with copies of what the subnet uses."""
 
 
-def call(module: nn.Module, *inputs: Tensor, pick: Pick, **side: Any) -> Any:
+def call(module: nn.Module, *inputs: Tensor, pick: Pick, **extras: Any) -> Any:
     """The module's output; the pick goes to modules that take one."""
-    return module(*inputs, pick=pick, **side) if takes_pick(module) else module(*inputs, **side)
+    return module(*inputs, pick=pick, **extras) if takes_pick(module) else module(*inputs, **extras)
 
 
 def takes_pick(module: nn.Module) -> bool:

@@ -43,7 +43,7 @@ class BatchNorm2d(nn.BatchNorm2d, Leaf):
         if isinstance(pick, Mixture):
             return self._mixed(x, pick)
         channels = self.sizes.of(pick)[0]
-        return self._normalised(x, _first(self.weight, channels), _first(self.bias, channels), channels)
+        return self._normalise(x, _first(self.weight, channels), _first(self.bias, channels), channels)
 
     def plain(self, subnet: Subnet) -> nn.Module:
         channels = self.sizes.of(subnet)[0]
@@ -60,20 +60,20 @@ class BatchNorm2d(nn.BatchNorm2d, Leaf):
     def _mixed(self, x: Tensor, mixture: Mixture) -> Tensor:
         """Channels are normalised one by one, so the expectation is each of them times its probability."""
         if self.sizes.is_fixed(0):
-            return self._normalised(x, self.weight, self.bias, self.num_features)
+            return self._normalise(x, self.weight, self.bias, self.num_features)
         probability = self.sizes.keep_probability(mixture)
         held = self.weight if self.affine else self.running_mean
         probability = probability.to(x.dtype if held is None else held.dtype)
         moved = [b for b in (self.running_mean, self.running_var) if b is not None and self.training]
         before = [buffer.clone() for buffer in moved]
         weight, bias = (self.weight * probability, self.bias * probability) if self.affine else (probability, None)
-        out = self._normalised(x, weight, bias, self.num_features)
+        out = self._normalise(x, weight, bias, self.num_features)
         for buffer, old in zip(moved, before, strict=True):
             # What cannot be picked was not seen. Autograd has noted the buffer, though a training backward reads none.
             buffer.data.copy_(torch.where(probability.detach() > 0, buffer, old))
         return out
 
-    def _normalised(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, channels: int) -> Tensor:
+    def _normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, channels: int) -> Tensor:
         factor = 0.0 if self.momentum is None else self.momentum
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)

@@ -35,7 +35,7 @@ class Sizes:
     def __init__(self, space: Space, *dims: Dim, what: str = "a layer") -> None:
         self.space = space
         self.dims = dims
-        self._exprs = [_expanded(space, dim) for dim in dims]
+        self._exprs = [_expand(space, dim) for dim in dims]
         names = [sorted(expr.names, key=list(space.choices).index) for expr in self._exprs]
         counts = [name for choices in names for name in choices]
         self.shared = tuple(name for name in space.choices if counts.count(name) > 1)
@@ -156,7 +156,7 @@ class Sizes:
         return torch.tensor(rows, device="cpu")  # whatever the default device: these are numbers, not weights
 
     def _size(self, expr: Expr, values: dict[str, Value], what: str) -> int:
-        if forbidden(self.space, values):
+        if is_forbidden(self.space, values):
             return 0
         size = expr.value({name: values[name] for name in expr.names})
         if isinstance(size, str) or int(size) < 1:
@@ -171,12 +171,12 @@ def combinations(space: Space, names: Sequence[str]) -> list[dict[str, Value]]:
     return [dict(zip(names, values, strict=True)) for values in itertools.product(*options)]
 
 
-def forbidden(space: Space, values: Mapping[str, Value]) -> bool:
+def is_forbidden(space: Space, values: Mapping[str, Value]) -> bool:
     """Whether a constraint that reads nothing but these choices rules the combination out."""
     return space.rules.broken(values) is not None
 
 
-def _expanded(space: Space, dim: Dim) -> Expr:
+def _expand(space: Space, dim: Dim) -> Expr:
     expr = Expr.of(dim).substitute(space.rules.layout.derived)
     for name in expr.names:
         if name not in space.choices:
@@ -191,7 +191,7 @@ class Condition:
     """
 
     def __init__(self, space: Space, expr: Expr) -> None:
-        self.expr = _expanded(space, expr)
+        self.expr = _expand(space, expr)
         self._rules, needed, names = space.rules, set(self.expr.names), set[str]()
         while needed:
             name = needed.pop()

@@ -92,7 +92,7 @@ class CudaGraphCache:
 
     Only layers whose weights lie at one address for the whole run are captured: `exact` ones and, if the device does
     one micro-batch after the other (``one_at_a_time``), `bounded` ones. A layer that cannot be captured (it waits for
-    the host or draws there, changes its buffers, or takes side inputs or the subnet) runs as it is; the log says why.
+    the host or draws there, changes its buffers, or takes extra inputs or the subnet) runs as it is; the log says why.
     """
 
     def __init__(self, limit: int = 512, one_at_a_time: bool = True) -> None:
@@ -122,7 +122,7 @@ class CudaGraphCache:
     def _capture(self, weights: VersionedLayer, activations: Activations, trains: bool) -> CapturedLayer | None:
         exact = isinstance(weights.schedule.consistency, Exact)
         fits = weights.fixed_tensors is not None and (self._one_at_a_time or exact)
-        if not fits or weights.layer.side or weights.layer.elastic:
+        if not fits or weights.layer.extra_inputs or weights.layer.elastic:
             self._refused.add(weights.layer.name)
             return None
         try:

@@ -52,12 +52,6 @@ def all_to_all(size: ArrayLike, q: ArrayLike, bandwidth: ArrayLike, latency: Arr
     return np.minimum(direct, tree)
 
 
-def send(size: ArrayLike, q: ArrayLike, bandwidth: ArrayLike, latency: ArrayLike) -> Seconds:
-    """One device of each two neighbours sends ``size`` to the other: one message, however many there are."""
-    more = (_count(q) > 1).astype(np.float64)
-    return _time(more, more, size, bandwidth, latency)
-
-
 def _time(messages: ArrayLike, shares: ArrayLike, size: ArrayLike, bandwidth: ArrayLike, latency: ArrayLike) -> Seconds:
     size = np.asarray(size, dtype=np.float64)
     sent = np.asarray(shares) * size / np.asarray(bandwidth, dtype=np.float64)

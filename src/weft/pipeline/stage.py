@@ -68,8 +68,8 @@ class Stage(LayerUpdates):
         self._routes: dict[int, tuple[Subnet, list[Layer]]] = {}
 
     def reads_batch(self) -> bool:
-        """Whether this stage needs batches: for the chain's input, the loss, or a layer's side inputs."""
-        return self.is_first or self.is_last or any(w.layer.side for w in self.weights.values())
+        """Whether this stage needs batches: for the chain's input, the loss, or a layer's extra inputs."""
+        return self.is_first or self.is_last or any(w.layer.extra_inputs for w in self.weights.values())
 
     def dependencies(self, n: int) -> list[LayerDependency]:
         """The layers that micro-batch n uses here, for the scheduler."""

@@ -31,9 +31,9 @@ def data_parallel(graph: Graph, mesh: Mesh) -> SplitFilter:
     """Every device has all parameters and its part of the batch."""
     dims = batch_dims(graph)
 
-    def allowed(place: int, split: OpSplit) -> bool:
-        operator = graph.operators[place]
-        dim = dims[place]
+    def allowed(op: int, split: OpSplit) -> bool:
+        operator = graph.operators[op]
+        dim = dims[op]
         if operator.kind == PARAMETER or dim is None or not _fits(operator.dims[dim].parts, mesh):
             return split == (REPLICATED,) * len(split)
         return split == (dim,) * len(split)
@@ -46,13 +46,13 @@ def fully_sharded(graph: Graph, mesh: Mesh) -> SplitFilter:
     too small to cut stays whole."""
     same = data_parallel(graph, mesh)
     stored = {}
-    for place, operator in enumerate(graph.operators):
+    for op, operator in enumerate(graph.operators):
         if operator.kind == PARAMETER:
             able = [dim for dim in range(len(operator.dims)) if _fits(operator.dims[dim].parts, mesh)]
-            stored[place] = (able[0] if able else REPLICATED,) * len(mesh.sizes)
+            stored[op] = (able[0] if able else REPLICATED,) * len(mesh.sizes)
 
-    def allowed(place: int, split: OpSplit) -> bool:
-        return split == stored[place] if place in stored else same(place, split)
+    def allowed(op: int, split: OpSplit) -> bool:
+        return split == stored[op] if op in stored else same(op, split)
 
     return allowed
 
@@ -70,23 +70,23 @@ def expert(graph: Graph, mesh: Mesh) -> SplitFilter | None:
         return None
     dims = batch_dims(graph)
     attention = any(operator.kind == "attention" for operator in graph.operators)
-    parameters = {place for place, operator in enumerate(graph.operators) if operator.kind == PARAMETER}
+    parameters = {op for op, operator in enumerate(graph.operators) if operator.kind == PARAMETER}
     outside = {
-        place
-        for place, operator in enumerate(graph.operators)
+        op
+        for op, operator in enumerate(graph.operators)
         if operator.kind == "norm" or (operator.kind == "conv") or (not attention and operator.kind != "matmul")
     }
 
-    def fits(place: int) -> set[OpSplit]:
+    def fits(op: int) -> set[OpSplit]:
         """The splits that follow the rule, if the operator can follow it."""
-        operator, dim = graph.operators[place], dims[place]
+        operator, dim = graph.operators[op], dims[op]
         every = set(splits(operator, mesh))
-        if place in parameters:
+        if op in parameters:
             return {split for split in every if split[0] == REPLICATED}
         outer = {split for split in every if split[0] == (REPLICATED if dim is None else dim)} or {
             split for split in every if split[0] == REPLICATED
         }
-        if place in outside:
+        if op in outside:
             return {split for split in outer if split[1] == REPLICATED} or outer
         weighs = operator.kind == "matmul" and any(read.source in parameters for read in operator.reads)
         if weighs and (not attention or layer_of(operator.module)):
@@ -94,8 +94,8 @@ def expert(graph: Graph, mesh: Mesh) -> SplitFilter | None:
             return {s for s in cut if operator.dims[s[1]].name in ("n", "k")} or cut or outer
         return {split for split in outer if split[1] != dim} or outer
 
-    rule = [fits(place) for place in range(len(graph))]
-    return lambda place, split: split in rule[place]
+    rule = [fits(op) for op in range(len(graph))]
+    return lambda op, split: split in rule[op]
 
 
 def compare_with_others(graph: Graph, request: PlanRequest) -> Iterator[Comparison]:

@@ -238,9 +238,9 @@ def _member(device: str, rank: str, devices: str, folder: str, pace: str) -> Non
     )
 
     def slowest(seconds: float) -> float:
-        told = torch.tensor(seconds, dtype=torch.float64, device=device)
-        distributed.all_reduce(told, distributed.ReduceOp.MAX)
-        return float(told)
+        greatest = torch.tensor(seconds, dtype=torch.float64, device=device)
+        distributed.all_reduce(greatest, distributed.ReduceOp.MAX)
+        return float(greatest)
 
     watch = Stopwatch(device, pace == "quick", slowest)
     found = {**_figures(watch), "messages": list(_messages(watch, count))}

@@ -135,8 +135,8 @@ def _layer_seconds(
         example = {name: tensor[:1] for name, tensor in batch.items()}
         plain = extract(chain, subnet, example)
         names = chain.inputs or tuple(batch)[:1]
-        side = dict.fromkeys(name for layer in chain.route(subnet) for name in layer.side)
-        graph = capture(plain, tuple(batch[name] for name in dict.fromkeys((*names, *side)))).graph
+        extra = dict.fromkeys(name for layer in chain.route(subnet) for name in layer.extra_inputs)
+        graph = capture(plain, tuple(batch[name] for name in dict.fromkeys((*names, *extra)))).graph
         for name, seconds in _by_layer(graph, route, machine, training).items():
             sums[name] = sums.get(name, 0.0) + seconds
             seen[name] = seen.get(name, 0) + 1

@@ -75,8 +75,8 @@ def solve_config(
     if least > config.stages * limit:
         raise OverLimit(least / config.stages, limit)
     found = tables(config.graph, config.mesh, machine, config.training, allowed, config.stages)
-    alone = math.fsum(float(costs.min()) for costs in found.compute)
-    if _step_seconds(config, alone, found) >= beat:
+    unsplit_moves = math.fsum(float(costs.min()) for costs in found.compute)
+    if _step_seconds(config, unsplit_moves, found) >= beat:
         raise NotFaster(always=True)
     free = solve(found.problem(), tolerance=tolerance, time_limit=seconds)
     bound = free.bound
@@ -137,7 +137,7 @@ def price_assignment(
     limit: float,
     bound: float | None = None,
 ) -> SolvedConfig:
-    """What a pick costs; raises OverLimit where no cut into stages keeps the limit."""
+    """What an assignment costs; raises OverLimit where no cut into stages keeps the limit."""
     stages, count = config.stages, config.training.microbatches
     loads = _loads(config, machine, found, assignment)
     compute = math.fsum(float(costs[k]) for costs, k in zip(found.compute, assignment, strict=True))
@@ -196,11 +196,11 @@ def _loads(config: ParallelConfig, machine: Machine, found: Tables, assignment: 
         seconds[reader] += float(table[assignment[source], assignment[reader]])
     gathered = gathered_bytes(config.graph, config.mesh, _splits(found, assignment), config.training.recompute)
     loads = []
-    for place, (operator, launch) in enumerate(zip(config.graph.operators, launches_of(config, machine), strict=True)):
-        memory = float(found.memory[place][assignment[place]])
+    for op, (operator, launch) in enumerate(zip(config.graph.operators, launches_of(config, machine), strict=True)):
+        memory = float(found.memory[op][assignment[op]])
         parameter = operator.kind == PARAMETER
         kept, activations = (memory, 0.0) if parameter else (0.0, memory)
-        loads.append(OpLoad(seconds[place], kept, activations, launch, gathered[place]))
+        loads.append(OpLoad(seconds[op], kept, activations, launch, gathered[op]))
     return loads
 
 
@@ -231,8 +231,8 @@ def least_of_stage(config: ParallelConfig) -> float:
     which no cut divides."""
     least = _least(config, None)
     held = dict.fromkeys(range(len(least)), 0.0)
-    for place, home in enumerate(stage_anchors(config.graph)):
-        held[home] += least[place]
+    for op, anchor in enumerate(stage_anchors(config.graph)):
+        held[anchor] += least[op]
     return max(math.fsum(least) / config.stages, max(held.values(), default=0.0))
 
 
@@ -244,10 +244,11 @@ _MANY = 16  # beyond so many devices in a stage meshes have two axes at most
 
 
 def parallel_configs(graph: Graph, request: PlanRequest) -> list[tuple[float, ParallelConfig]]:
-    """Every way that was not ruled out, each with seconds that no plan of it is below, the most promising first."""
+    """Every configuration that the options allow, each with seconds that no plan of it is below, the most promising
+    first."""
     small = lru_cache(maxsize=None)(lambda count: microbatch(graph, count))
     found = []
-    for stages, mesh, count, recompute in _ways(graph, request):
+    for stages, mesh, count, recompute in _choices(graph, request):
         training = replace(request.training, recompute=recompute, microbatches=count)
         config = ParallelConfig(small(count), mesh, stages, training)
         found.append((least_seconds(config, request.machine), config))
@@ -271,11 +272,11 @@ def _exchange(config: ParallelConfig, machine: Machine) -> float:
     return 2 * size * (count - 1) / count / config.stages / slowest
 
 
-def _ways(graph: Graph, request: PlanRequest) -> Iterator[tuple[int, Mesh, int, bool]]:
+def _choices(graph: Graph, request: PlanRequest) -> Iterator[tuple[int, Mesh, int, bool]]:
     size = batch_size(graph)
-    again = [False, True] if request.options.recompute is None else [request.options.recompute]
-    settled = bool(request.options.stages or request.options.mesh)
-    counts = [request.devices] if settled else _counts(graph, request.devices)
+    recomputes = [False, True] if request.options.recompute is None else [request.options.recompute]
+    fixed = bool(request.options.stages or request.options.mesh)
+    counts = [request.devices] if fixed else _counts(graph, request.devices)
     for stages, share in ((stages, n // stages) for n in counts for stages in _divisors(n)):
         if request.options.stages not in (None, stages):
             continue
@@ -285,7 +286,7 @@ def _ways(graph: Graph, request: PlanRequest) -> Iterator[tuple[int, Mesh, int, 
             grids = meshes(share, 3 if share <= _MANY else 2)
         for count in [request.options.microbatches] if request.options.microbatches else _pieces(size, stages):
             for mesh in grids:
-                for recompute in again:
+                for recompute in recomputes:
                     yield stages, mesh, count, recompute
 
 
@@ -325,7 +326,7 @@ def least_seconds(config: ParallelConfig, machine: Machine) -> float:
     back = np.array([o.backward if any(t.gradient for t in o.outputs) else 0.0 for o in own])
     forward = machine.compute_seconds(flops, moved / share, training.dtype)
     backward = machine.compute_seconds(back * flops, back * moved / share, training.dtype)
-    again = np.where(back > 0, 2.0 if training.recompute else 1.0, 1.0)
-    once = float((again * forward + backward).sum())
+    times = np.where(back > 0, 2.0 if training.recompute else 1.0, 1.0)
+    once = float((times * forward + backward).sum())
     total = max(once * training.microbatches, launches(config, machine))
     return total / training.microbatches * (training.microbatches + config.stages - 1) / config.stages

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from weft.errors import PlanError
 from weft.hardware.machine import Machine
 from weft.plan.graph import PARAMETER, Dim, Graph, Operator, Tensor, layer_of
-from weft.plan.redistribution import Redistribution, gathered_again, grad_placements
+from weft.plan.redistribution import Redistribution, gathered_again
 from weft.plan.sharding import (
     Mesh,
     OpSplit,
@@ -28,6 +28,7 @@ from weft.plan.sharding import (
     result_placements,
     shards,
     splits,
+    without_partials,
 )
 from weft.plan.solver import Problem
 
@@ -80,13 +81,13 @@ class Tables:
     memory: tuple[Table, ...]
 
     def problem(self, limit: float = float("inf")) -> Problem:
-        """What the solver solves: with a limit, the memory of all that is picked keeps it."""
+        """What the solver solves: with a limit, the memory of an assignment keeps it."""
         weights = self.memory if limit != float("inf") else None
         return Problem(self.compute, self.moves, weights, limit)
 
-    def weight(self, pick: Sequence[int]) -> float:
-        """Bytes of a device under a pick."""
-        return math.fsum(float(memory[k]) for memory, k in zip(self.memory, pick, strict=True))
+    def weight(self, assignment: Sequence[int]) -> float:
+        """Bytes of a device under an assignment."""
+        return math.fsum(float(memory[k]) for memory, k in zip(self.memory, assignment, strict=True))
 
 
 SplitFilter = Callable[[int, OpSplit], bool]
@@ -102,7 +103,7 @@ def tables(
 ) -> Tables:
     """The costs of one training step of the graph on the mesh.
 
-    ``allowed`` says whether the operator at a place may be split so; one of which nothing is left is refused. In one
+    ``allowed`` says whether an operator (by its index) may be split so; one of which nothing is left is refused. In one
     stage a parameter is fetched once for all that read it alike, in several ``stages`` each reader is charged.
     """
     training = training or TrainingSpec()
@@ -118,20 +119,20 @@ def tables(
     compute: dict[int, Table] = {}
     memory: dict[tuple[int, bool], Table] = {}
     edges: dict[tuple[int, int, int, int, bool], Table] = {}
-    again = gathered_again(graph, training.recompute)
+    regathered = gathered_again(graph, training.recompute)
     moves: dict[tuple[int, int], Table] = {}
-    for place, (operator, own, kind) in enumerate(zip(graph.operators, choices, kinds, strict=True)):
+    for op, (operator, own, kind) in enumerate(zip(graph.operators, choices, kinds, strict=True)):
         if kind not in compute:
             compute[kind] = builder.compute(operator, own)
-        if (kind, kept[place]) not in memory:
-            memory[kind, kept[place]] = _memory(operator, own, kept[place], mesh, training)
+        if (kind, kept[op]) not in memory:
+            memory[kind, kept[op]] = _memory(operator, own, kept[op], mesh, training)
         for number, read in enumerate(operator.reads):
-            key = (kinds[read.source], read.output, kind, number, (place, number) in again)
+            key = (kinds[read.source], read.output, kind, number, (op, number) in regathered)
             if key not in edges:
                 source = graph.operators[read.source]
                 ends = (source.outputs[read.output], choices[read.source], read.tensor, own)
-                edges[key] = builder.edge(*ends, source.kind == PARAMETER, (place, number) in again)
-            edge = (read.source, place)
+                edges[key] = builder.edge(*ends, source.kind == PARAMETER, (op, number) in regathered)
+            edge = (read.source, op)
             moves[edge] = moves[edge] + edges[key] if edge in moves else edges[key]
     for edge, table in (
         shared_parameter_savings(graph, choices, mesh, partial(builder.edge, parameter=True)) if stages == 1 else ()
@@ -163,12 +164,12 @@ def split_choices(graph: Graph, mesh: Mesh, allowed: SplitFilter | None) -> list
     """The splits of each operator that are allowed."""
     every: dict[tuple[Dim, ...], tuple[OpSplit, ...]] = {}
     found = []
-    for place, operator in enumerate(graph.operators):
+    for op, operator in enumerate(graph.operators):
         if operator.dims not in every:
             every[operator.dims] = tuple(splits(operator, mesh))
         own = every[operator.dims]
         if allowed is not None:
-            own = tuple(split for split in own if allowed(place, split))
+            own = tuple(split for split in own if allowed(op, split))
         if not own:
             raise PlanError(f"'{operator.name}' has no split left on the mesh {mesh}: relax what is asked of it")
         found.append(own)
@@ -222,21 +223,21 @@ class _CostBuilder:
         operand: Tensor,
         readers: Sequence[OpSplit],
         parameter: bool,
-        again: bool = False,
+        regathered: bool = False,
     ) -> Table:
-        """Seconds that moving the tensor takes, and its gradient back, for every split of both ends; with ``again`` it
-        is moved once more for the backward."""
+        """Seconds that moving the tensor takes, and its gradient back, for every split of both ends; where it is
+        ``regathered``, it is moved once more for the backward."""
         count = self.training.microbatches
         out, out_of = _distinct([result_placements(result, split) for split in sources])
         wanted, wanted_of = _distinct([operand_placements(operand, split) for split in readers])
         size = operand.bytes * (1.0 if parameter else self.training.width(operand))
         forward = self._moving.table(size, out, wanted)[np.ix_(out_of, wanted_of)]
-        there = count * (2 if again else 1) * forward
+        there = count * (2 if regathered else 1) * forward
         if not (result.gradient and operand.gradient):
             return there
         back, back_of = _distinct([gradient_placements(operand, split) for split in readers])
-        home, home_of = _distinct([grad_placements(result_placements(result, split)) for split in sources])
-        backward = self._moving.table(size, back, home).T[np.ix_(home_of, back_of)]
+        stored, stored_of = _distinct([without_partials(result_placements(result, split)) for split in sources])
+        backward = self._moving.table(size, back, stored).T[np.ix_(stored_of, back_of)]
         if not parameter:
             return there + count * backward
         # The gradients of a parameter that is used as it is stored are summed over the micro-batches before they
@@ -258,11 +259,11 @@ def _memory(operator: Operator, choices: Sequence[OpSplit], kept: bool, mesh: Me
     return local * operator.saved * training.width(tensor)
 
 
-def _distinct(layouts: Sequence[Placements]) -> tuple[list[Placements], list[int]]:
-    """The layouts without repetition, and which of them each one is."""
-    places: dict[Placements, int] = {}
-    of = [places.setdefault(laid, len(places)) for laid in layouts]
-    return list(places), of
+def _distinct(placements: Sequence[Placements]) -> tuple[list[Placements], list[int]]:
+    """The placements without repetition, and which of them each one is."""
+    numbers: dict[Placements, int] = {}
+    of = [numbers.setdefault(each, len(numbers)) for each in placements]
+    return list(numbers), of
 
 
 def _kept(graph: Graph, recompute: bool) -> list[bool]:
@@ -281,7 +282,7 @@ def _kept(graph: Graph, recompute: bool) -> list[bool]:
         for read in o.reads
         if layers[read.source] != name
     }
-    return [name in ("", largest) or place in crossing_bytes for place, name in enumerate(layers)]
+    return [name in ("", largest) or op in crossing_bytes for op, name in enumerate(layers)]
 
 
 Fetch = Callable[[Tensor, Sequence[OpSplit], Tensor, Sequence[OpSplit]], Table]
@@ -293,25 +294,25 @@ def shared_parameter_savings(
     """A negative cost between two readers of a parameter where both read it alike: it is fetched once, and the sum of
     their gradients travels once.
 
-    ``fetch`` has the seconds of fetching a parameter and of its gradient's way back, from every split of it to every
-    split of a reader. What is spared is the least of these, however the parameter is stored: all of it where it is
+    ``fetch`` has the seconds of fetching a parameter and of sending its gradient back, from every split of it to every
+    split of a reader. What is saved is the least of these, however the parameter is stored: all of it where it is
     stored as data parallelism does, and never more than what a reader is charged.
     """
     readers: dict[int, dict[int, Tensor]] = {}
-    for place, operator in enumerate(graph.operators):
+    for op, operator in enumerate(graph.operators):
         for read in operator.reads:
             if graph.operators[read.source].kind == PARAMETER:
-                readers.setdefault(read.source, {})[place] = read.tensor
+                readers.setdefault(read.source, {})[op] = read.tensor
     for source, reading in readers.items():
         stored = graph.operators[source]
         for (one, first), (other, second) in pairwise(reading.items()):
             least = fetch(stored.outputs[0], list(splits(stored, mesh)), first, choices[one]).min(0)
-            own, others = _ways(first, choices[one]), _ways(second, choices[other])
+            own, others = _operand_use(first, choices[one]), _operand_use(second, choices[other])
             alike = np.array([[a == b for b in others] for a in own])
             if (alike & (least[:, None] > 0)).any():
                 yield (one, other), np.where(alike, -least[:, None], 0.0)
 
 
-def _ways(tensor: Tensor, choices: Sequence[OpSplit]) -> list[object]:
-    """How an operand must lie, and how its gradient comes out, for every split."""
+def _operand_use(tensor: Tensor, choices: Sequence[OpSplit]) -> list[object]:
+    """The placements of an operand, and of its gradient, for every split."""
     return [(operand_placements(tensor, split), gradient_placements(tensor, split)) for split in choices]

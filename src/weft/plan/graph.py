@@ -4,13 +4,10 @@ An operator computes over an iteration space: a matrix product over ``(m, n, k)`
 input channels. Splitting a dimension of that space splits each tensor that has it along one axis, and leaves the others
 whole. A dimension that no output has is summed over: splitting it leaves partial sums.
 """
-# DOCS """Which dimension of each operator counts the samples of a batch, and the graph of a smaller batch."""
-#
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from weft.errors import PlanError
@@ -42,7 +39,7 @@ class Dim:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor as one operator sees it: for each axis the dimension (by its place in the iteration space) that splits
+    """A tensor as one operator sees it: for each axis the dimension (by its index in the iteration space) that splits
     it into contiguous parts, or None."""
 
     shape: tuple[int, ...]
@@ -61,7 +58,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """An operand: output ``output`` of the operator at place ``source`` of the graph, as the reader sees it."""
+    """An operand: output ``output`` of operator ``source`` of the graph, as the reader sees it."""
 
     source: int
     output: int
@@ -102,27 +99,16 @@ class Graph:
 
     name: str
     operators: tuple[Operator, ...]
-    results: tuple[int, ...] = ()  # the operators whose outputs the model returns
     notes: tuple[str, ...] = field(default=())  # how it was captured, where that matters
 
     def __post_init__(self) -> None:
-        for place, operator in enumerate(self.operators):
+        for op, operator in enumerate(self.operators):
             for read in operator.reads:
-                if not 0 <= read.source < place:
+                if not 0 <= read.source < op:
                     raise ValueError(f"'{operator.name}' reads from {read.source}, which does not come before it")
 
     def __len__(self) -> int:
         return len(self.operators)
-
-    def edges(self) -> Iterator[tuple[int, int, int]]:
-        """(source, reader, which of its reads), one for each tensor that is read."""
-        for place, operator in enumerate(self.operators):
-            for number, read in enumerate(operator.reads):
-                yield read.source, place, number
-
-    @property
-    def flops(self) -> float:
-        return sum(operator.flops for operator in self.operators)
 
     @property
     def unknown(self) -> dict[str, int]:
@@ -140,7 +126,7 @@ def batch_dims(graph: Graph) -> tuple[int | None, ...]:
     size = batch_size(graph)
     axes: dict[tuple[int, int], int] = {}  # of an output: the axis that holds the samples
     found: list[int | None] = []
-    for place, operator in enumerate(graph.operators):
+    for op, operator in enumerate(graph.operators):
         dim = None
         if operator.kind == INPUT and operator.outputs[0].shape[:1] == (size,):
             dim = operator.outputs[0].dims[0]
@@ -151,7 +137,7 @@ def batch_dims(graph: Graph) -> tuple[int | None, ...]:
                 break
         for number, tensor in enumerate(operator.outputs):
             if dim is not None and dim in tensor.dims:
-                axes[place, number] = tensor.dims.index(dim)
+                axes[op, number] = tensor.dims.index(dim)
         found.append(dim)
     return tuple(found)
 
@@ -198,12 +184,12 @@ def _smaller(tensor: Tensor, dim: int, count: int) -> Tensor:
     return replace(tensor, shape=shape)
 
 
-def parameter_views(graph: Graph) -> frozenset[int]:
-    """The parameters, and the operators that are views of one parameter: what they hold is a weight."""
+def parameter_values(graph: Graph) -> frozenset[int]:
+    """The parameters, and the operators that are views or casts of one parameter: what they hold is a weight."""
     found: set[int] = set()
     for op, operator in enumerate(graph.operators):
-        view = operator.kind == "view" and len(operator.reads) == 1 and operator.reads[0].source in found
-        if operator.kind == PARAMETER or view:
+        same = operator.kind == "view" or operator.target.split(".")[1:2] in (["_to_copy"], ["to"])
+        if operator.kind == PARAMETER or (same and len(operator.reads) == 1 and operator.reads[0].source in found):
             found.add(op)
     return frozenset(found)
 
@@ -215,7 +201,7 @@ def layer_of(module: str) -> str:
     ('transformer.h.3', '')
     """
     parts = module.split(".")
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if part.isdigit():
-            return ".".join(parts[: place + 1])
+            return ".".join(parts[: index + 1])
     return ""

@@ -19,16 +19,16 @@ from weft.plan.graph import PARAMETER, Graph
 
 Spans = NDArray[np.float64]
 
-_PLACES = 640  # the most places that are weighed for a cut
+_CUTS = 640  # the most cuts that are weighed
 _TRIES = 48  # limits on the slowest stage that are tried, at most
 _CLOSE = 1e-4  # to the best, from where on nothing is worth a try
 
 
 @dataclass(frozen=True, slots=True)
 class StageOrder:
-    """``ranks`` has the place in the line of every operator. ``crossing_bytes`` has, for each place in the line, the
-    bytes that a micro-batch sends where the line is cut before it, there and back. ``with_parameters`` counts the
-    places before each that have parameters; the last counts all."""
+    """``ranks`` has the position of every operator in the order. ``crossing_bytes`` has, for each position, the
+    bytes that a micro-batch sends where the order is cut before it, there and back. ``with_parameters`` counts the
+    positions before each that have parameters; the last counts all."""
 
     ranks: NDArray[np.intp]
     crossing_bytes: Spans
@@ -38,54 +38,54 @@ class StageOrder:
         return len(self.crossing_bytes)
 
     def sums(self, values: Sequence[float]) -> Spans:
-        """For each place in the line what all operators before it have together; the last is of all."""
+        """For each position what all operators before it have together; the last is of all."""
         return np.concatenate([[0.0], np.cumsum(np.bincount(self.ranks, values, len(self)))])
 
     def most(self, values: Sequence[float]) -> Spans:
-        """For each place in the line the greatest value of its operators."""
+        """For each position the greatest value of its operators."""
         found = np.zeros(len(self))
         np.maximum.at(found, self.ranks, values)
         return found
 
 
 def stage_order(graph: Graph) -> StageOrder:
-    """The line of a graph. Operators that read nothing, or that no gradient flows through, share the stage of the first
-    that reads them."""
-    home = stage_anchors(graph)
-    order = sorted(set(home))
-    rank = {place: number for number, place in enumerate(order)}
-    ranks = np.array([rank[place] for place in home], dtype=np.intp)
-    owners = np.zeros(len(order))
-    owners[[ranks[place] for place, operator in enumerate(graph.operators) if operator.kind == PARAMETER]] = 1.0
-    return StageOrder(ranks, _crossing_bytes(graph, ranks, len(order)), np.concatenate([[0.0], np.cumsum(owners)]))
+    """The order of a graph's operators. Those that read nothing, or that no gradient flows through, share the stage of
+    the first that reads them."""
+    anchors = stage_anchors(graph)
+    ends = sorted(set(anchors))
+    rank = {op: number for number, op in enumerate(ends)}
+    ranks = np.array([rank[op] for op in anchors], dtype=np.intp)
+    owners = np.zeros(len(ends))
+    owners[[ranks[op] for op, operator in enumerate(graph.operators) if operator.kind == PARAMETER]] = 1.0
+    return StageOrder(ranks, _crossing_bytes(graph, ranks, len(ends)), np.concatenate([[0.0], np.cumsum(owners)]))
 
 
 def stage_anchors(graph: Graph) -> list[int]:
     """For each operator the one whose stage it shares: its own, or its first reader's where it reads nothing or no
     gradient flows through it."""
-    home = list(range(len(graph)))
+    anchors = list(range(len(graph)))
     first: dict[int, int] = {}
-    for place in reversed(range(len(graph))):
-        for read in graph.operators[place].reads:
-            first[read.source] = place
-    for place in reversed(range(len(graph))):
-        operator = graph.operators[place]
+    for op in reversed(range(len(graph))):
+        for read in graph.operators[op].reads:
+            first[read.source] = op
+    for op in reversed(range(len(graph))):
+        operator = graph.operators[op]
         moves = bool(operator.reads) and any(tensor.gradient for tensor in operator.outputs)
-        if not moves and place in first:
-            home[place] = home[first[place]]
-    return home
+        if not moves and op in first:
+            anchors[op] = anchors[first[op]]
+    return anchors
 
 
 def _crossing_bytes(graph: Graph, ranks: NDArray[np.intp], count: int) -> Spans:
-    """Bytes that cross before each place, there and back: tensors with gradients; what has none is made anew in each
+    """Bytes that cross before each position, there and back: tensors with gradients; what has none is made anew in each
     stage."""
     change = np.zeros(count + 1)
     last: dict[tuple[int, int], int] = {}
-    for place, operator in enumerate(graph.operators):
+    for op, operator in enumerate(graph.operators):
         for read in operator.reads:
             if read.tensor.gradient and graph.operators[read.source].reads:
                 key = (read.source, read.output)
-                last[key] = max(last.get(key, 0), int(ranks[place]))
+                last[key] = max(last.get(key, 0), int(ranks[op]))
     for (source, output), reader in last.items():
         size = 2.0 * graph.operators[source].outputs[output].bytes
         change[ranks[source] + 1] += size
@@ -127,13 +127,13 @@ def cut(
     in flight. A batch that is not divided, for which the slowest stage does not matter, is cut as one of two would be.
     Every stage has parameters, where there are enough: an optimizer takes no empty list of them.
     """
-    row = stage_order(graph)
-    places = _places(row, row.sums([load.seconds for load in loads]))
-    if len(places) < stages - 1:
+    order = stage_order(graph)
+    cuts = _cuts(order, order.sums([load.seconds for load in loads]))
+    if len(cuts) < stages - 1:
         return None
-    ends = np.array([0, *places, len(row)])
+    ends = np.array([0, *cuts, len(order)])
     time, still, held, launch = (
-        row.sums(values)[ends]
+        order.sums(values)[ends]
         for values in (
             [load.seconds for load in loads],
             [load.kept for load in loads],
@@ -141,18 +141,18 @@ def cut(
             [load.launch for load in loads],
         )
     )
-    sent = microbatches * send * np.concatenate([[0.0], row.crossing_bytes[places], [0.0]])
+    sent = microbatches * send * np.concatenate([[0.0], order.crossing_bytes[cuts], [0.0]])
     spans = np.maximum(_between(time) + sent[:, None] + sent[None, :], _between(launch))
     spans[np.tril_indices(len(ends))] = math.inf
-    if row.with_parameters[-1] >= stages:
-        spans[_between(row.with_parameters[ends]) == 0] = math.inf
+    if order.with_parameters[-1] >= stages:
+        spans[_between(order.with_parameters[ends]) == 0] = math.inf
     flights = [min(microbatches, stages - stage) for stage in range(stages)]
-    peaks = _peaks(row.most([load.gathered for load in loads]), ends)
+    peaks = _peaks(order.most([load.gathered for load in loads]), ends)
     found = best_boundaries(_within(spans, still, held, peaks, flights, limit), max(microbatches, 2))
     if found is None:
         return None
     bounds = [int(ends[mark]) for mark in found]
-    of = np.searchsorted(bounds[1:], row.ranks, side="right")
+    of = np.searchsorted(bounds[1:], order.ranks, side="right")
     return StageCut(
         tuple(map(int, of)),
         tuple(float(spans[a, b]) for a, b in pairwise(found)),
@@ -165,14 +165,14 @@ def cut(
     )
 
 
-def _places(row: StageOrder, time: Spans) -> NDArray[np.intp]:
-    """Where the line may be cut: anywhere, or, where that is too much to weigh, once between two operators that take
+def _cuts(order: StageOrder, time: Spans) -> NDArray[np.intp]:
+    """Where the order may be cut: anywhere, or, where that is too much to weigh, once between two operators that take
     time, where least is sent."""
-    places = np.arange(1, len(row))
-    if len(places) > _PLACES:
-        cheapest = places[np.lexsort((row.crossing_bytes[places], time[places]))]
-        places = cheapest[np.unique(time[cheapest], return_index=True)[1]]
-    return np.sort(places[np.argsort(row.crossing_bytes[places], kind="stable")[:_PLACES]])
+    cuts = np.arange(1, len(order))
+    if len(cuts) > _CUTS:
+        cheapest = cuts[np.lexsort((order.crossing_bytes[cuts], time[cuts]))]
+        cuts = cheapest[np.unique(time[cheapest], return_index=True)[1]]
+    return np.sort(cuts[np.argsort(order.crossing_bytes[cuts], kind="stable")[:_CUTS]])
 
 
 def _between(sums: Spans) -> Spans:
@@ -203,7 +203,7 @@ def best_boundaries(spans: Sequence[Spans], microbatches: int) -> tuple[int, ...
     """The ends of the stages at which a step takes least, the first one's beginning included; None where no division
     is allowed.
 
-    ``spans[s]`` has the seconds of stage s from every end (a row) to every other (a column), ``inf`` where it may not
+    ``spans[s]`` has the seconds of stage s from every end (a order) to every other (a column), ``inf`` where it may not
     lie. A step fills the pipeline once, and then the slowest stage goes on: of m micro-batches, it takes an m-th of all
     stages together and m - 1 times the slowest.
     """

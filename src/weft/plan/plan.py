@@ -69,10 +69,10 @@ class Plan:
         stages the bound is a loose one, that of all stages within their memory together."""
         return max(0.0, self.cost.step_time / self.cost.lower_bound - 1) if self.cost.lower_bound else 0.0
 
-    def names(self, place: int) -> tuple[str, ...]:
+    def names(self, op: int) -> tuple[str, ...]:
         """The split of an operator, as the name of a dimension for each mesh axis; '-' where it is not split."""
-        dims = self.graph.operators[place].dims
-        return tuple("-" if dim == REPLICATED else dims[dim].name for dim in self.splits[place])
+        dims = self.graph.operators[op].dims
+        return tuple("-" if dim == REPLICATED else dims[dim].name for dim in self.splits[op])
 
     def unsupported(self) -> list[str]:
         """Why weft cannot run this plan; empty where it can."""

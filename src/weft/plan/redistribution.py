@@ -1,6 +1,6 @@
-"""What it costs to lay a tensor out differently, in seconds, by the collectives that DTensor uses.
+"""What it costs to redistribute a tensor, in seconds, by the collectives that DTensor uses.
 
-From one layout to another each mesh axis takes one step: a slice (free), a reduce-scatter (partial to cut), an
+From placements to others each mesh axis takes one step: a slice (free), a reduce-scatter (partial to cut), an
 all-to-all (cut here to cut there), an all-reduce (partial to whole) or an all-gather (cut to whole), in this order, so
 that the tensor is small when it travels. A weight that is gathered is freed after its last reader: what is there at
 once is counted here, too.
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from weft.hardware import collectives
 from weft.hardware.machine import Machine
-from weft.plan.graph import Graph, Operator, Tensor, layer_of, parameter_views
+from weft.plan.graph import Graph, Operator, Tensor, layer_of, parameter_values
 from weft.plan.sharding import (
     PARTIAL,
     REPLICATED,
@@ -26,6 +26,7 @@ from weft.plan.sharding import (
     operand_placements,
     result_placements,
     shards,
+    without_partials,
 )
 
 Table = NDArray[np.float64]
@@ -83,11 +84,6 @@ class Redistribution:
         return np.asarray(same & moved, dtype=np.bool_)
 
 
-def grad_placements(laid: Placements) -> Placements:
-    """How the gradient of a result must lie where the result lies so: partial results have whole gradients."""
-    return tuple(REPLICATED if place == PARTIAL else place for place in laid)
-
-
 def meshes(devices: int, axes: int = 3) -> list[Mesh]:
     """Every grid of so many devices with at most so many axes, none of size 1, few axes first.
 
@@ -113,7 +109,7 @@ def gathered_again(graph: Graph, recompute: bool) -> frozenset[tuple[int, int]]:
     """The reads (operator, which of its reads) of weights that the backward needs once more: a weight that is gathered
     is freed after the forward. These are the reads of what is computed again, and of weights that the gradient of
     another operand depends on; addends are none."""
-    weights = parameter_views(graph)
+    weights = parameter_values(graph)
     found: set[tuple[int, int]] = set()
     needed: set[int] = set()  # views of weights that are needed again
     for op in reversed(range(len(graph))):
@@ -128,7 +124,8 @@ def gathered_again(graph: Graph, recompute: bool) -> frozenset[tuple[int, int]]:
             again = (recompute and layer_of(operator.module)) or op in needed
             if again or (number in factors and any(others)):
                 found.add((op, number))
-                needed.add(read.source)
+                if graph.operators[read.source].kind == "view":  # a cast keeps its result, and needs no weight again
+                    needed.add(read.source)
     return frozenset(found)
 
 
@@ -145,17 +142,19 @@ def gathered_bytes(graph: Graph, mesh: Mesh, splits: Sequence[OpSplit], recomput
     take while it runs: at most, forward or backward.
 
     A weight is gathered for its first reader, and freed after its last one. The backward of an operator gathers its
-    weights again. With recomputation those of a layer are gathered together.
+    weights again, and the gradients of several readers are summed until that of the first one is there. With
+    recomputation the weights of a layer are gathered together, and what a later layer reads too is kept for it.
     """
-    weights, again = parameter_views(graph), gathered_again(graph, recompute)
-    forward, backward = np.zeros(len(graph) + 1), [0.0] * len(graph)
+    weights, again = parameter_values(graph), gathered_again(graph, recompute)
+    layer = [layer_of(operator.module) if recompute else "" for operator in graph.operators]
+    forward, backward = np.zeros(len(graph) + 1), np.zeros(len(graph))
     uses: dict[tuple[int, int, Placements], list[int]] = {}
-    layers: dict[str, float] = {}
+    together: dict[str, float] = {"": 0.0}
     for op, operator in enumerate(graph.operators):
         for number, read in enumerate(operator.reads):
             if read.source not in weights:
                 continue
-            stored = grad_placements(
+            stored = without_partials(
                 result_placements(graph.operators[read.source].outputs[read.output], splits[read.source])
             )
             wanted = operand_placements(read.tensor, splits[op])
@@ -164,14 +163,21 @@ def gathered_bytes(graph: Graph, mesh: Mesh, splits: Sequence[OpSplit], recomput
             size = read.tensor.bytes / shards(wanted, mesh)
             backward[op] += size * (((op, number) in again) + read.tensor.gradient)
             key = (read.source, read.output, wanted)
-            layer = layer_of(operator.module) if recompute else ""
-            if layer and key not in uses:
-                layers[layer] = layers.get(layer, 0.0) + size
+            if layer[op] and key not in uses:
+                together[layer[op]] = together.get(layer[op], 0.0) + size
             uses.setdefault(key, []).append(op)
     for (source, output, wanted), readers in uses.items():
-        size = graph.operators[source].outputs[output].bytes / shards(wanted, mesh)
+        tensor = graph.operators[source].outputs[output]
+        size = tensor.bytes / shards(wanted, mesh)
+        later = [op for op in readers if layer[op] not in ("", layer[readers[0]])]
         forward[readers[0]] += size
-        forward[readers[-1] + 1] -= size
+        if later:
+            backward[later[0] :] += size
+        else:
+            forward[readers[-1] + 1] -= size
+        if tensor.gradient:
+            backward[readers[0] : readers[-1]] += size
     alive = np.maximum(np.cumsum(forward)[:-1], 0.0)
-    together = [layers.get(layer_of(operator.module), 0.0) for operator in graph.operators]
-    return [max(float(a), b + c) for a, b, c in zip(alive, backward, together, strict=True)]
+    return [
+        max(float(a), float(b) + together.get(name, 0.0)) for a, b, name in zip(alive, backward, layer, strict=True)
+    ]

@@ -104,8 +104,8 @@ def read_plan(path: Path | str) -> dict[str, Any]:
 
 def read_splits(graph: Graph, mesh: Mesh, given: Mapping[str, Any]) -> tuple[OpSplit, ...]:
     """Splits from the names of dimensions; raises PlanError for an operator or a split that cannot be."""
-    places = {operator.name: place for place, operator in enumerate(graph.operators)}
-    if unknown := [name for name in given if name not in places]:
+    known = {operator.name for operator in graph.operators}
+    if unknown := [name for name in given if name not in known]:
         raise PlanError(
             f"the plan splits '{unknown[0]}', which the model has not: it is of another model, batch or torch"
         )
@@ -190,8 +190,8 @@ def operators(plan: Plan) -> list[dict[str, Any]]:
     costs, batch = op_costs(plan), batch_dims(plan.graph)
     moved = set(costs.moved) if costs else set()
     rows = []
-    for place, operator in enumerate(plan.graph.operators):
-        split, dim = plan.splits[place], batch[place]
+    for op, operator in enumerate(plan.graph.operators):
+        split, dim = plan.splits[op], batch[op]
         row = {
             "name": operator.name,
             "kind": operator.kind,
@@ -200,15 +200,15 @@ def operators(plan: Plan) -> list[dict[str, Any]]:
             "known": operator.known,
             "flops": operator.flops,
             "dims": [[own.name, own.size] for own in operator.dims],
-            "split": list(plan.names(place)),
+            "split": list(plan.names(op)),
             "batch": None if dim is None else operator.dims[dim].name,
-            "stage": plan.stage[place],
+            "stage": plan.stage[op],
             "reads": [
                 {
                     "source": read.source,
                     # What no gradient flows through is made anew in each stage.
-                    "moved": (read.source, place) in moved
-                    or (plan.stage[read.source] != plan.stage[place] and read.tensor.gradient),
+                    "moved": (read.source, op) in moved
+                    or (plan.stage[read.source] != plan.stage[op] and read.tensor.gradient),
                     **_tensor(read.tensor, operand_placements(read.tensor, split), plan.mesh),
                 }
                 for read in operator.reads
@@ -217,7 +217,7 @@ def operators(plan: Plan) -> list[dict[str, Any]]:
         }
         if costs:
             for name in ("compute", "communication", "weights", "states", "activations", "gathered"):
-                row[name] = getattr(costs, name)[place]
+                row[name] = getattr(costs, name)[op]
         rows.append(row)
     return rows
 
@@ -253,9 +253,9 @@ def op_costs(plan: Plan) -> OpCosts | None:
     )
 
 
-def _tensor(tensor: Tensor, laid: Placements, mesh: Mesh) -> dict[str, Any]:
-    here = local_shape(tensor.shape, laid, mesh)
-    return {"shape": list(tensor.shape), "local": list(here), "partial": PARTIAL in laid}
+def _tensor(tensor: Tensor, placements: Placements, mesh: Mesh) -> dict[str, Any]:
+    here = local_shape(tensor.shape, placements, mesh)
+    return {"shape": list(tensor.shape), "local": list(here), "partial": PARTIAL in placements}
 
 
 def _tables(plan: Plan, machine: Machine) -> Tables | None:

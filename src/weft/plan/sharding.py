@@ -1,12 +1,10 @@
-"""How tensors lie on a mesh of devices, as a split of an operator's iteration space says.
+"""Placements of tensors on a mesh of devices, which follow from a split of an operator's iteration space.
 
 A mesh has axes, outermost first. A *split* gives each mesh axis a dimension of the iteration space, or REPLICATED: then
-the devices along that axis compute the same. A *layout* gives each mesh axis the tensor axis that is cut along it,
-REPLICATED, or PARTIAL: each device holds a summand. These are DTensor's placements. Where several mesh axes cut one
+the devices along that axis compute the same. *Placements* give each mesh axis the tensor axis that is cut along it,
+REPLICATED, or PARTIAL: each device holds a summand. They are those of DTensor. Where several mesh axes cut one
 tensor axis, the outer one cuts first.
 """
-# DOCS """What a planner decides: a mesh, and a split for each operator."""
-#
 
 from __future__ import annotations
 
@@ -46,43 +44,46 @@ def splits(operator: Operator, mesh: Mesh) -> Iterator[OpSplit]:
     >>> list(splits(wide, Mesh((2, 2))))
     [(-1, -1), (-1, 0), (0, -1), (0, 0)]
     """
-    choices = [REPLICATED, *(place for place, dim in enumerate(operator.dims) if dim.parts > 1)]
+    choices = [REPLICATED, *(number for number, dim in enumerate(operator.dims) if dim.parts > 1)]
     for split in product(*(choices if size > 1 else choices[:1] for size in mesh.sizes)):
         parts = dict.fromkeys(split, 1)
-        for size, place in zip(mesh.sizes, split, strict=True):
-            parts[place] *= size
-        if all(place == REPLICATED or operator.dims[place].parts % n == 0 for place, n in parts.items()):
+        for size, dim in zip(mesh.sizes, split, strict=True):
+            parts[dim] *= size
+        if all(dim == REPLICATED or operator.dims[dim].parts % n == 0 for dim, n in parts.items()):
             yield split
 
 
 def operand_placements(tensor: Tensor, split: OpSplit) -> Placements:
-    """How an operand must lie for the operator to compute its part: cut or whole, never partial."""
-    return tuple(tensor.dims.index(place) if place >= 0 and place in tensor.dims else REPLICATED for place in split)
+    """The placements that an operator needs of an operand to compute its part: cut or whole, never partial."""
+    return tuple(tensor.dims.index(dim) if dim >= 0 and dim in tensor.dims else REPLICATED for dim in split)
 
 
 def result_placements(tensor: Tensor, split: OpSplit) -> Placements:
-    """How a result comes to lie: partial where a dimension is split that it lacks."""
-    return tuple(
-        REPLICATED if place < 0 else tensor.dims.index(place) if place in tensor.dims else PARTIAL for place in split
-    )
+    """The placements of a result: partial where a dimension is split that it lacks."""
+    return tuple(REPLICATED if dim < 0 else tensor.dims.index(dim) if dim in tensor.dims else PARTIAL for dim in split)
 
 
 def gradient_placements(tensor: Tensor, split: OpSplit) -> Placements:
-    """How the gradient of an operand comes out of the backward: as a result does."""
+    """The placements of an operand's gradient as it comes out of the backward: those of a result."""
     return result_placements(tensor, split)
 
 
-def shards(laid: Placements, mesh: Mesh) -> int:
-    """Into how many parts a layout cuts a tensor."""
-    return math.prod(size for size, place in zip(mesh.sizes, laid, strict=True) if place >= 0)
+def without_partials(placements: Placements) -> Placements:
+    """The placements once partial sums are added up. The gradient of a result has them, too."""
+    return tuple(REPLICATED if each == PARTIAL else each for each in placements)
 
 
-def local_shape(shape: Sequence[int], laid: Placements, mesh: Mesh) -> tuple[int, ...]:
+def shards(placements: Placements, mesh: Mesh) -> int:
+    """Into how many parts the placements cut a tensor."""
+    return math.prod(size for size, axis in zip(mesh.sizes, placements, strict=True) if axis >= 0)
+
+
+def local_shape(shape: Sequence[int], placements: Placements, mesh: Mesh) -> tuple[int, ...]:
     """The shape of one device's part."""
     sizes = list(shape)
-    for size, place in zip(mesh.sizes, laid, strict=True):
-        if place >= 0:
-            sizes[place] //= size
+    for size, axis in zip(mesh.sizes, placements, strict=True):
+        if axis >= 0:
+            sizes[axis] //= size
     return tuple(sizes)
 
 
@@ -93,10 +94,6 @@ class ShardingStrategy:
     mesh: Mesh
     splits: tuple[OpSplit, ...]
 
-    def operand(self, graph: Graph, place: int, number: int) -> Placements:
-        """How operand ``number`` of the operator at ``place`` must lie."""
-        return operand_placements(graph.operators[place].reads[number].tensor, self.splits[place])
-
-    def result(self, graph: Graph, place: int, output: int = 0) -> Placements:
-        """How an output of the operator at ``place`` comes to lie."""
-        return result_placements(graph.operators[place].outputs[output], self.splits[place])
+    def result(self, graph: Graph, op: int, output: int = 0) -> Placements:
+        """The placements of an output of an operator."""
+        return result_placements(graph.operators[op].outputs[output], self.splits[op])

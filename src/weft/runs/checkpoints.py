@@ -101,10 +101,10 @@ class Checkpoints:
         """Read a checkpoint, or only those of its tensors whose names `only` accepts.
 
         Without `step`, the newest that is whole, as `newest` finds it. With `step`, a damaged or missing one raises
-        `CheckpointError`; the shards that are read are verified, the others are not touched.
+        `CheckpointError`. The shards that are read are verified, with verify=False only their sizes.
         """
         if step is None:
-            step, verify = self.newest(verify), False
+            step, verify = self.newest(), False
 
         def read(folder: Path, body: dict[str, Any], entries: list[ShardEntry]) -> Checkpoint:
             tensors: dict[str, Tensor] = {}
@@ -117,15 +117,15 @@ class Checkpoints:
 
         return self._read(step, read)
 
-    def newest(self, verify: bool = True) -> int:
-        """The newest step whose checkpoint is whole: every hash is right or, with verify=False, every size.
+    def newest(self) -> int:
+        """The newest step whose checkpoint is whole: every hash is right.
 
         Each damaged one that is passed over is logged. All shards are looked at, so every process finds the same.
         """
         wrong: list[str] = []
         for step in reversed(self.steps()):
             try:
-                self.check(step, verify)
+                self.check(step)
             except CheckpointError as error:
                 wrong.append(str(error))
                 continue
@@ -136,18 +136,14 @@ class Checkpoints:
             raise CheckpointError(f"no whole checkpoint in '{self.folder}': " + "; ".join(wrong))
         raise CheckpointError(f"no checkpoint in '{self.folder}'; train first, or name another run")
 
-    def check(self, step: int, verify: bool = True) -> None:
+    def check(self, step: int) -> None:
         """`CheckpointError` that says what is wrong, unless this checkpoint is whole."""
 
         def check_all(folder: Path, body: dict[str, Any], entries: list[ShardEntry]) -> None:
             for entry in entries:
-                shards.check(folder / entry.file, entry, content=verify)
+                shards.check(folder / entry.file, entry, content=True)
 
         self._read(step, check_all)
-
-    def names(self, step: int) -> list[str]:
-        """The names of the tensors in a checkpoint, read from its manifest alone."""
-        return self._read(step, lambda _, body, entries: sorted(name for entry in entries for name in entry.names))
 
     def drop_after(self, step: int) -> None:
         """For a resume at `step`: forget the checkpoints of later steps."""
@@ -248,11 +244,11 @@ class StepFolders:
 
     def drop(self, step: int) -> None:
         """Remove a step's folder; it vanishes in one rename, so a kill in the middle leaves no half of it."""
-        gone = self.path(step, "gone")
-        shutil.rmtree(gone, ignore_errors=True)
-        with disk_errors(gone, 0):
-            os.rename(self.path(step), gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        hidden = self.path(step, "gone")
+        shutil.rmtree(hidden, ignore_errors=True)
+        with disk_errors(hidden, 0):
+            os.rename(self.path(step), hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
 
     def discard(self, step: int) -> None:
         """Remove what was prepared for a step."""

@@ -60,7 +60,7 @@ class Run:
         """
         created = time.gmtime()
         name = unique_name(prefix) if name is None else name
-        path = Path(root) / _checked(name, "run")
+        path = Path(root) / _check_name(name, "run")
         with disk_errors(path, 0):
             path.mkdir(parents=True, exist_ok=True)
         file = path / "manifest.json"
@@ -108,7 +108,7 @@ class Run:
 
     def result(self, name: str) -> Any:
         """A saved result; `RunError` that names those there are."""
-        path = self.path / "results" / f"{_checked(name, 'result')}.json"
+        path = self.path / "results" / f"{_check_name(name, 'result')}.json"
         if not path.is_file():
             there = (file.stem for file in path.parent.glob("*.json"))
             raise RunError(f"run '{self.name}' has no result '{name}'{nearest(name, there)}")
@@ -116,7 +116,7 @@ class Run:
 
     def save_result(self, name: str, obj: Any) -> Path:
         """Write or replace `results/<name>.json` in one step."""
-        path = self.path / "results" / f"{_checked(name, 'result')}.json"
+        path = self.path / "results" / f"{_check_name(name, 'result')}.json"
         with disk_errors(path, 0):
             path.parent.mkdir(exist_ok=True)
         write_json(path, obj)
@@ -206,7 +206,7 @@ def _check_vacant(path: Path) -> None:
         raise RunError(f"'{path}' holds '{others[0]}', which is not part of a run; choose another name")
 
 
-def _checked(name: str, what: str) -> str:
+def _check_name(name: str, what: str) -> str:
     if not re.fullmatch(r"\w[\w.+=@-]*", name):
         raise RunError(f"a {what} cannot be called '{name}'; use letters, digits and any of . _ + = @ -, but no '/'")
     return name

@@ -14,8 +14,16 @@ from weft.elastic import Mixture
 from weft.elastic.mixture import choice_options
 from weft.errors import SearchError, nearest
 from weft.search.cost import flops, latencies, parameters
-from weft.search.cost_measure import Measure
-from weft.search.cost_table import Array, Table, allowed_mask, filled, merged, reachable, with_tied
+from weft.search.cost_measure import Measurement
+from weft.search.cost_table import (
+    Array,
+    Table,
+    allowed_mask,
+    extend_by_constraints,
+    merge_tables,
+    reachable_range,
+    replace_nan,
+)
 from weft.space import Subnet, Value
 from weft.supernet import Chain, extract
 from weft.utils.rng import generator
@@ -54,7 +62,7 @@ class CostModel:
         return {**self.__dict__, "_on": {}}
 
     def __repr__(self) -> str:
-        return f"Expected({self.metric}, {len(self.tables)} tables, {self.low:g} to {self.high:g})"
+        return f"CostModel({self.metric}, {len(self.tables)} tables, {self.low:g} to {self.high:g})"
 
     def of(self, subnet: Subnet) -> float:
         """The cost of one subnet."""
@@ -108,22 +116,21 @@ def build_cost_model(
 ) -> CostModel:
     """The cost of every subnet of the chain, for one forward of the batch.
 
-    Parameters and FLOPs are exact: each composite is traced for every combination of the choices that it names in its
-    ``reads``, and each module is measured for every size that it and its inputs can have. They need no device and,
-    unless a layer reads values of tensors, nothing is computed. A latency is the median of ``repeats`` on the device,
-    layer by layer (part by part where a layer reads choices with more than 64 combinations), and scaled such that the
-    median of a few complete subnets is right.
+    Each layer is extracted and measured for every combination of the choices that its modules name in ``reads``; a
+    composite with more than 64 combinations is measured by the modules within it, and must do no products of its own.
+    Parameters and FLOPs are exact. They need no device and, unless a layer reads values of tensors, nothing is
+    computed. A latency is the median of ``repeats`` on the device, scaled such that the median of a few complete
+    subnets is right.
 
-    Raises SearchError where a part depends on choices with more than 16,384 combinations, where a module asks the pick
-    for a choice that its ``reads`` do not name, and where one of a few subnets costs something else, as it does if
-    modules tell each other more than tensors.
+    Raises SearchError where a part depends on choices with more than 16,384 combinations, and where the parameters or
+    FLOPs of a few extracted subnets differ: a cost may depend on the declared choices and on the shapes of inputs.
     """
     if metric not in METRICS:
         raise SearchError(f"no metric '{metric}' can be expected{nearest(metric, METRICS)}")
     measure, found = _measure(chain, batch, metric, torch.device(device), repeats)
     rules = chain.space.rules
-    tables = merged([with_tied(rules, filled(table)) for table in found])
-    low, high = reachable(chain.space, tables)
+    tables = merge_tables([extend_by_constraints(rules, replace_nan(table)) for table in found])
+    low, high = reachable_range(chain.space, tables)
     allowed = [allowed_mask(rules, table.names) for table in tables]
     options = {name: choice_options(chain.space, name) for table in tables for name in table.names}
     model = CostModel(metric, chain.space.id, options, tables, allowed, low, high)
@@ -133,8 +140,8 @@ def build_cost_model(
             if model.of(subnet) != cost:
                 raise SearchError(
                     f"the {metric} of '{subnet}' are {cost:,} and not the {model.of(subnet):,.0f} of its parts: a "
-                    "layer does what follows neither from the choices that its modules name in `reads` nor from the "
-                    "shapes of their inputs"
+                    "layer depends on more than the choices that its modules name in `reads` and the shapes of their "
+                    "inputs, or a composite with more than 64 combinations of choices does products of its own"
                 )
         return model
     subnets, modules, inputs = zip(*_samples(measure, 4), strict=True)
@@ -146,23 +153,23 @@ def build_cost_model(
 
 def _measure(
     chain: Chain, batch: Mapping[str, Tensor], metric: str, device: torch.device, repeats: int
-) -> tuple[Measure, list[Table]]:
+) -> tuple[Measurement, list[Table]]:
     if metric != "latency":
         try:
-            measure = Measure(chain, batch, metric, torch.device("meta"))
+            measure = Measurement(chain, batch, metric, torch.device("meta"))
             return measure, measure.tables()
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
             pass  # shapes are not enough: a layer reads values of tensors, so it has to run
-    measure = Measure(chain, batch, metric, device, repeats)
+    measure = Measurement(chain, batch, metric, device, repeats)
     return measure, measure.tables()
 
 
-def _samples(measure: Measure, count: int) -> Iterator[tuple[Subnet, nn.Module, tuple[Tensor, ...]]]:
+def _samples(measure: Measurement, count: int) -> Iterator[tuple[Subnet, nn.Module, tuple[Tensor, ...]]]:
     """The last subnet and some random ones, each as a plain module with its inputs."""
     chain, batch, space = measure.chain, measure.batch, measure.chain.space
     rng = generator("expected", space.id)
     chosen = [space.last(), *(space.sample(rng) for _ in range(count))] if space.choices else [space.subnet()]
     for subnet in chosen:
-        side = [name for layer in chain.route(subnet) for name in layer.side]
-        names = dict.fromkeys((*(chain.inputs or tuple(batch)[:1]), *side))
+        extra = [name for layer in chain.route(subnet) for name in layer.extra_inputs]
+        names = dict.fromkeys((*(chain.inputs or tuple(batch)[:1]), *extra))
         yield subnet, extract(chain, subnet, batch), tuple(batch[name] for name in names)

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import torch
 
 from weft.errors import RunError, SearchError, nearest
-from weft.runs import read_json
 from weft.search.front import Front
 from weft.search.scorer import Scorer
 from weft.space import Subnet
 from weft.supernet import export
 from weft.trainer.api import TrainedRun
+from weft.utils.files import read_json
 
 
 class ExportRequest(Protocol):
@@ -35,7 +35,7 @@ class Searched(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def recalibrate(self) -> int: ...
+    def bn_batches(self) -> int: ...
     @property
     def batch_size(self) -> int: ...
 
@@ -46,7 +46,7 @@ def export_subnet(trained: TrainedRun, wanted: ExportRequest, searched: Searched
     This is the end of the way, so here the subnet meets the test data, where there is any; the run records it.
     """
     subnet, scores = choose(trained, wanted, searched.name)
-    scorer = Scorer(trained, searched.recalibrate, searched.batch_size)
+    scorer = Scorer(trained, searched.bn_batches, searched.batch_size)
     tested = scorer.test(subnet) if trained.data.test is not None else None
     if tested is not None:
         trained.run.record_test(subnet.id, tested)

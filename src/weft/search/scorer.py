@@ -29,7 +29,7 @@ MEASURED = ("latency", "memory")
 class Scorer:
     """Scores the subnets of a trained supernet, on validation data alone; training data sets their batch norms."""
 
-    def __init__(self, trained: TrainedRun, recalibrate: int = 2, batch_size: int = 256) -> None:
+    def __init__(self, trained: TrainedRun, bn_batches: int = 2, batch_size: int = 256) -> None:
         data = trained.data
         if data.validation is None:
             raise SearchError(
@@ -40,7 +40,7 @@ class Scorer:
         # Held once: every subnet is scored on the same batches.
         self._validation = list(self._loader(data.validation, batch_size).all())
         train = self._loader(data.train, batch_size, shuffle=True)
-        self.calibration = [train.batch(k) for k in range(recalibrate)]
+        self.calibration = [train.batch(k) for k in range(bn_batches)]
         self.example = {name: tensor[:1] for name, tensor in self._validation[0].items()}
         self._costs: dict[Subnet, dict[str, float]] = {}
 
@@ -106,12 +106,12 @@ class Scorer:
     def inputs(self, subnet: Subnet, batch: Mapping[str, Tensor] | None = None) -> tuple[Tensor, ...]:
         """A batch, or one sample if none is given, as the subnet's plain module takes it.
 
-        What enters the chain comes first, then the side inputs by their first use.
+        What enters the chain comes first, then the extra inputs by their first use.
         """
         batch = self.example if batch is None else batch
         names = self.chain.inputs or tuple(batch)[:1]
-        side = dict.fromkeys(name for layer in self.chain.route(subnet) for name in layer.side)
-        return tuple(batch[name] for name in dict.fromkeys((*names, *side)))
+        extra = dict.fromkeys(name for layer in self.chain.route(subnet) for name in layer.extra_inputs)
+        return tuple(batch[name] for name in dict.fromkeys((*names, *extra)))
 
     def _loader(self, source: Source, batch_size: int, shuffle: bool = False) -> Loader | IterableLoader:
         if isinstance(source, IterableLoader):  # a foreign loader has batches of its own
@@ -166,14 +166,12 @@ COUNTED = 12
 class CostLookup:
     """Gives the costs of a subnet that no forward is needed for.
 
-    Tables are measured where many subnets may be asked for, ``most`` of them. A space that has none (a choice of real
-    numbers), or whose tables are off for a subnet that was counted, is counted to the end. Tables that are ``known``
-    already are not measured.
+    Cost models are measured where ``most`` says that many subnets may be asked for. A space that has none (a choice of
+    real numbers), or whose models are wrong for a subnet that was counted, is counted to the end.
     """
 
-    def __init__(self, scorer: Scorer, most: int, known: Iterable[CostModel] = ()) -> None:
+    def __init__(self, scorer: Scorer, most: int) -> None:
         self._scorer, self._many = scorer, most >= 4 * COUNTED
-        self._known = {one.metric: one for one in known}
         self._counted: dict[Subnet, dict[str, float]] = {}
         self._tables: list[CostModel] | None = None
 
@@ -187,7 +185,7 @@ class CostLookup:
 
     def _measured(self) -> list[CostModel] | None:
         try:
-            tables = [self._known.get(metric) or self._measure(metric) for metric in CHEAP]
+            tables = [build_cost_model(self._scorer.chain, self._scorer.example, metric) for metric in CHEAP]
         except WeftError as problem:
             log.info("parameters and FLOPs are counted subnet by subnet: %s", problem)
             return None
@@ -195,9 +193,6 @@ class CostLookup:
         if off:
             log.info("parameters and FLOPs are counted subnet by subnet: tables are off for '%s'", off[0])
         return None if off else tables
-
-    def _measure(self, metric: str) -> CostModel:
-        return build_cost_model(self._scorer.chain, self._scorer.example, metric)
 
     def _read(self, subnet: Subnet, tables: Iterable[CostModel]) -> dict[str, float]:
         return {table.metric: int(table.of(subnet)) for table in tables}

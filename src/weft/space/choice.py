@@ -21,7 +21,7 @@ class Categorical:
     options: tuple[Value, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "options", _checked(self.options))
+        object.__setattr__(self, "options", _check_options(self.options))
 
     def sample(self, rng: np.random.Generator) -> Value:
         return self.options[draw(rng, len(self.options))]
@@ -47,7 +47,7 @@ class Integers:
     ordered: bool = True
 
     def __post_init__(self) -> None:
-        values = _checked(self.values)
+        values = _check_options(self.values)
         for value in values:
             if isinstance(value, bool) or not isinstance(value, int):
                 raise SpaceError(f"{value!r} is no integer; use a categorical choice for other values")
@@ -85,11 +85,11 @@ class Floats:
     log: bool = False
 
     def __post_init__(self) -> None:
-        for side in ("low", "high"):
-            bound = plain(getattr(self, side))
+        for end in ("low", "high"):
+            bound = plain(getattr(self, end))
             if isinstance(bound, str | bool):
                 raise SpaceError(f"the bounds of a real choice are numbers, not {bound!r}")
-            object.__setattr__(self, side, float(bound))
+            object.__setattr__(self, end, float(bound))
         if not self.low < self.high:
             raise SpaceError(f"a real choice needs low < high, got {self.low} and {self.high}")
         if self.log and self.low <= 0:
@@ -166,7 +166,7 @@ _FIELDS: dict[type[Choice], dict[str, type | tuple[type, ...]]] = {
 }
 
 
-def _checked(options: tuple[Value, ...]) -> tuple[Value, ...]:
+def _check_options(options: tuple[Value, ...]) -> tuple[Value, ...]:
     options = tuple(plain(option) for option in options)
     if not options:
         raise SpaceError("a choice needs at least one option")
@@ -182,18 +182,18 @@ def _checked(options: tuple[Value, ...]) -> tuple[Value, ...]:
 
 def _find(options: tuple[Value, ...], value: object) -> Value | None:
     try:
-        given = plain(value)
+        plain_value = plain(value)
     except SpaceError:
         return None
     for option in options:
-        if option == given and isinstance(option, bool) == isinstance(given, bool):
+        if option == plain_value and isinstance(option, bool) == isinstance(plain_value, bool):
             return option
     return None
 
 
 def _canonical(options: tuple[Value, ...], value: object) -> Value:
-    found = _find(options, value)
-    if found is None:
+    option = _find(options, value)
+    if option is None:
         shown = ", ".join(repr(option) for option in options[:12]) + (", ..." if len(options) > 12 else "")
         raise SpaceError(f"{value!r} is not an option; options: {shown}")
-    return found
+    return option

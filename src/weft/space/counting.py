@@ -32,15 +32,15 @@ class State:
 
 
 class Counter:
-    """Weighs what is left of a space: the number of valid subnets or, with `chances`, the share of uniform draws
+    """Weighs what is left of a space: the number of valid subnets or, with `probabilities`, the share of uniform draws
     (of each active choice by itself) that satisfy the constraints.
 
-    A rule that reads a real choice is taken to be satisfiable, since reals cannot be gone through.
+    A rule that reads a real choice is taken to be satisfiable, since reals cannot be enumerated.
     """
 
-    def __init__(self, rules: FrozenSpace, chances: bool = False) -> None:
+    def __init__(self, rules: FrozenSpace, probabilities: bool = False) -> None:
         self._rules = rules
-        self._chances = chances
+        self._probabilities = probabilities
         self._cases = 0
         self._known: dict[object, Weight] = {}
 
@@ -89,7 +89,7 @@ class Counter:
         if key not in self._known:
             name = self._most_connected(part)
             options = self._rules.choices[name].options or ()
-            share: Weight = Fraction(1, len(options)) if self._chances else 1
+            share: Weight = Fraction(1, len(options)) if self._probabilities else 1
             total: Weight = 0
             for value in (*options, None) if name in part.either else options:
                 self._count_case()
@@ -107,7 +107,7 @@ class Counter:
 
     def _alone(self, name: str, either: bool) -> Weight:
         options = self._rules.choices[name].options
-        if self._chances:
+        if self._probabilities:
             return 1
         return math.inf if options is None else len(options) + either
 
@@ -120,11 +120,11 @@ class Counter:
         return max(links, key=lambda name: len(links[name]))
 
     def _settle(self, state: State, decided: list[tuple[str, Value | None]]) -> State | None:
-        gone: set[str] = set()
+        decided_names: set[str] = set()
         opened, required = dict(state.open), list(state.required)
         while decided:
             name, value = decided.pop()
-            gone.add(name)
+            decided_names.add(name)
             for other, rule in list(opened.items()):
                 if name in rule.names:
                     left = rule if value is None else rule.partial({name: value})
@@ -146,8 +146,8 @@ class Counter:
                         continue
                 kept.append(rule)
             required = kept
-        free = tuple(name for name in state.free if name not in gone)
-        return State(free, opened, tuple(required), state.either - gone)
+        free = tuple(name for name in state.free if name not in decided_names)
+        return State(free, opened, tuple(required), state.either - decided_names)
 
     def _relaxed(self, state: State) -> State:
         """Without the rules that read a real choice which is active but has no value."""

@@ -66,21 +66,21 @@ class Expr:
                 try:
                     stack.append(function(*operands))
                 except (TypeError, ZeroDivisionError, OverflowError) as error:
-                    given = " ".join(f"{name}={assignment[name]!r}" for name in sorted(self.names))
-                    raise SpaceError(f"cannot evaluate '{self}' with {given or 'constants'}: {error}") from None
+                    values = " ".join(f"{name}={assignment[name]!r}" for name in sorted(self.names))
+                    raise SpaceError(f"cannot evaluate '{self}' with {values or 'constants'}: {error}") from None
             else:
                 stack.append(item)
         return stack[0]
 
     def partial(self, assignment: Mapping[str, Value]) -> Expr:
         """The expression that is left once some names are known; what cannot be computed stays as it is."""
-        return self._rewritten({name: Expr.of(value) for name, value in assignment.items()})
+        return self._rewrite({name: Expr.of(value) for name, value in assignment.items()})
 
     def substitute(self, meanings: Mapping[str, Expr]) -> Expr:
         """The expression with names replaced by what they stand for."""
-        return self._rewritten(meanings)
+        return self._rewrite(meanings)
 
-    def _rewritten(self, meanings: Mapping[str, Expr]) -> Expr:
+    def _rewrite(self, meanings: Mapping[str, Expr]) -> Expr:
         if self.names.isdisjoint(meanings):
             return self
         stack: list[tuple[Token, ...]] = []

@@ -110,12 +110,12 @@ def eras(count: int, spacing: int) -> tuple[int, int]:
 def free_round(order: list[int], slack: int, draws: list[int]) -> list[int]:
     """The round after `order` in which the t-th emission takes place draws[t] of the pool."""
     pool = order[: slack + 1]
-    fresh = order[slack + 1 :]
+    rest = order[slack + 1 :]
     emitted = []
-    for draw, new in zip(draws, fresh, strict=False):
+    for draw, new in zip(draws, rest, strict=False):
         emitted.append(pool[draw])
         pool[draw] = new
-    for draw in draws[len(fresh) :]:
+    for draw in draws[len(rest) :]:
         emitted.append(pool[draw])
         pool[draw] = pool[-1]
         pool.pop()
@@ -205,7 +205,7 @@ class Spaced(PermutationStream):
     def __init__(self, space: Space, spacing: int | None = None, seed: int = 0) -> None:
         super().__init__(space, seed)
         counts = [count for count in self._counts.values() if count > 1]
-        self.spacing = _checked_spacing(counts, spacing)
+        self.spacing = _check_spacing(counts, spacing)
         self.summary = f"any {self.spacing} consecutive steps use different options of every choice"
         self._orders = {
             name: SpacedPermutation(seed, name, count, min(self.spacing, count)) for name, count in self._counts.items()
@@ -239,7 +239,7 @@ class FairPermutation:
         return order[place]
 
 
-def _checked_spacing(counts: list[int], spacing: int | None) -> int:
+def _check_spacing(counts: list[int], spacing: int | None) -> int:
     if not counts:
         raise StreamError("a spaced stream needs a choice with two options or more; use a fixed stream")
     smallest = min(counts)

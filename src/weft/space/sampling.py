@@ -1,4 +1,4 @@
-"""Moves over a space: a random subnet, all subnets in order, the neighbours, a mutation, a crossover of subnets."""
+"""Sampling from a space: a random subnet, all subnets in order, the neighbours, a mutation, a crossover of subnets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sample(rules: FrozenSpace, rng: np.random.Generator) -> Subnet:
 def enumerate_subnets(rules: FrozenSpace, backwards: bool = False) -> Iterator[Subnet]:
     """Every valid subnet in the order of choices and options; of a real choice, a few points.
 
-    Looks ahead by counting, so that it never wanders through a part of the space that holds nothing.
+    Counts what is left of the space at each step, so that it leaves out parts that hold no valid subnet.
     """
     if not rules.choices:
         raise rules.empty()
@@ -69,7 +69,7 @@ def first_or_last(rules: FrozenSpace, last: bool) -> Subnet:
 def neighbours(rules: FrozenSpace, subnet: Subnet) -> list[Subnet]:
     """The valid subnets with one choice changed; choices that this makes active take their first option."""
     old = subnet.values
-    found: dict[Subnet, None] = {}
+    results: dict[Subnet, None] = {}
     for changed, here in old.items():
         for value in rules.choices[changed].neighbours(here):
 
@@ -78,8 +78,8 @@ def neighbours(rules: FrozenSpace, subnet: Subnet) -> list[Subnet]:
 
             values = rules.settle(pick)
             if rules.broken(values) is None:
-                found[rules.subnet(values)] = None
-    return list(found)
+                results[rules.subnet(values)] = None
+    return list(results)
 
 
 def mutate(rules: FrozenSpace, subnet: Subnet, rng: np.random.Generator, probability: float | None = None) -> Subnet:
@@ -130,7 +130,7 @@ def crossover(rules: FrozenSpace, a: Subnet, b: Subnet, rng: np.random.Generator
 def _sample_exactly(rules: FrozenSpace, rng: np.random.Generator) -> Subnet:
     """The same distribution as drawing until the constraints hold, however rarely they do."""
     try:
-        counter: Counter = rules.memo.setdefault("chances", Counter(rules, chances=True))
+        counter: Counter = rules.memo.setdefault("probabilities", Counter(rules, probabilities=True))
         if not counter.weight(counter.start()):
             raise rules.empty()
         for _ in range(MANY_TRIES):  # a second round is needed only where rules read real choices
@@ -156,13 +156,13 @@ def _draw_weighted(rules: FrozenSpace, counter: Counter, rng: np.random.Generato
             continue
         options = choice.options or (choice.sample(rng),)
         left = [(option, counter.assign(state, name, option)) for option in options]
-        ahead = [(counter.weight(after), option, after) for option, after in left]
-        ahead = [(weight, option, after) for weight, option, after in ahead if weight]
-        if not ahead:
+        left_by_option = [(counter.weight(after), option, after) for option, after in left]
+        left_by_option = [(weight, option, after) for weight, option, after in left_by_option if weight]
+        if not left_by_option:
             return None
-        total = sum(weight for weight, _, _ in ahead)
+        total = sum(weight for weight, _, _ in left_by_option)
         at = float(rng.random())
-        for weight, option, after in ahead:
+        for weight, option, after in left_by_option:
             values[name], state = option, after
             at -= float(weight / total)
             if at < 0:

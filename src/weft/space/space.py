@@ -82,15 +82,15 @@ class Space:
     def derive(self, name: str, expr: Expr) -> Expr:
         """A dimension that follows from others; read as `subnet[name]` and usable in later expressions."""
         self._check_name(name)
-        meaning = self._expanded(expr, f"the derived '{name}'")
+        meaning = self._expand(expr, f"the derived '{name}'")
         self._derived[name], self._meaning[name] = Expr.of(expr), meaning
-        return self._added(name)
+        return self._append(name)
 
     def require(self, expr: Expr, message: str = "") -> None:
         """A constraint that every subnet satisfies in which all that it reads is active."""
         if isinstance(expr, bool):
             raise SpaceError("a constraint is an expression over choices; this one is already a plain bool")
-        self._constraints.append(Requirement(Expr.of(expr), self._expanded(expr, "a constraint"), message))
+        self._constraints.append(Requirement(Expr.of(expr), self._expand(expr, "a constraint"), message))
         self._rules = None
 
     # -- what is in it
@@ -122,7 +122,7 @@ class Space:
         """The space as it is now, frozen."""
         if self._rules is None:
             layout = SubnetSchema(digest(self.to_json()), tuple(self._choices), dict(self._meaning))
-            conditions = {name: self._expanded(expr, f"'{name}'") for name, expr in self._when.items()}
+            conditions = {name: self._expand(expr, f"'{name}'") for name, expr in self._when.items()}
             self._rules = FrozenSpace(dict(self._choices), conditions, tuple(self._constraints), layout)
         return self._rules
 
@@ -137,30 +137,30 @@ class Space:
     def subnet(self, values: Mapping[str, Value] | None = None, /, **named: Value) -> Subnet:
         """The subnet with these values: one for every active choice and none for an inactive one. A derived dimension
         may stand beside them with the value that it has, as in the values of a trial."""
-        given = {**(values or {}), **named}
+        chosen = {**(values or {}), **named}
         if values and (twice := sorted(values.keys() & named.keys())):
             raise SpaceError(f"'{twice[0]}' is given twice")
-        for name in [*given]:
+        for name in [*chosen]:
             if name in self._derived:
                 meaning = self._meaning[name]
-                if meaning.names <= given.keys() and meaning.value(given) == given[name]:
-                    del given[name]
+                if meaning.names <= chosen.keys() and meaning.value(chosen) == chosen[name]:
+                    del chosen[name]
                     continue
                 raise SpaceError(f"'{name}' is derived from '{self._derived[name]}'; leave it out")
             if name not in self._choices:
                 raise SpaceError(f"unknown choice '{name}'{nearest(str(name), self._choices)}")
 
         def pick(name: str, choice: Choice) -> Value:
-            if name not in given:
-                options = "" if choice.options is None else f"; options: {', '.join(map(repr, choice.options[:12]))}"
-                raise SpaceError(f"choice '{name}' has no value{options}")
+            if name not in chosen:
+                shown = "" if choice.options is None else f"; options: {', '.join(map(repr, choice.options[:12]))}"
+                raise SpaceError(f"choice '{name}' has no value{shown}")
             try:
-                return choice.canonical(given[name])
+                return choice.canonical(chosen[name])
             except SpaceError as error:
                 raise SpaceError(f"choice '{name}': {error}") from None
 
         settled = self.rules.settle(pick)
-        for name in given:
+        for name in chosen:
             if name not in settled:
                 raise SpaceError(f"choice '{name}' is inactive here, since '{self._when[name]}' is false; leave it out")
         subnet = self.rules.subnet(settled)
@@ -185,7 +185,7 @@ class Space:
         if subnet.space_id != self.id:
             raise SpaceError(
                 f"the subnet '{subnet}' is of space {subnet.space_id}, not of this one ({self.id}); "
-                "a space that has grown is another space"
+                "every addition makes it another space"
             )
 
     def contains(self, subnet: Subnet) -> bool:
@@ -277,12 +277,12 @@ class Space:
     def _add(self, name: str, choice: Choice, when: Expr | None) -> Expr:
         self._check_name(name)
         if when is not None:
-            self._expanded(when, f"the condition of '{name}'")
+            self._expand(when, f"the condition of '{name}'")
             self._when[name] = Expr.of(when)
         self._choices[name] = choice
-        return self._added(name)
+        return self._append(name)
 
-    def _added(self, name: str) -> Expr:
+    def _append(self, name: str) -> Expr:
         self._order.append(name)
         self._rules = None
         return Expr.variable(name)
@@ -293,7 +293,7 @@ class Space:
         if name in self:
             raise SpaceError(f"the name '{name}' is taken; names of choices and derived dimensions are unique")
 
-    def _expanded(self, expr: object, reader: str) -> Expr:
+    def _expand(self, expr: object, reader: str) -> Expr:
         """The expression in choices alone; everything that it reads must be there already."""
         meaning = Expr.of(expr)
         for name in sorted(meaning.names):

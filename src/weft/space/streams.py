@@ -208,14 +208,14 @@ class Shrinking(Stream):
             return dict.fromkeys((*self.order, ""), 1)
         part = (self.steps - begun) / max(len(self._levels), 1)
         passed = min(int((index - begun) / part) + 1, len(self._levels)) if self._levels else 0
-        found = dict.fromkeys(self.order, 1)
+        counts = dict.fromkeys(self.order, 1)
         for kind, level in self._levels[:passed]:
-            found[kind] = level + 1
-        return found
+            counts[kind] = level + 1
+        return counts
 
     def _options(self, kind: str) -> int:
-        own = [self.space.choices[name] for name, k in self._kind.items() if k == kind]
-        return max(len(choice.options) if choice.options is not None else 1 for choice in own)
+        choices = [self.space.choices[name] for name, k in self._kind.items() if k == kind]
+        return max(len(choice.options) if choice.options is not None else 1 for choice in choices)
 
     def _step(self, index: int) -> tuple[Subnet, ...]:
         opened = self.opened(index)

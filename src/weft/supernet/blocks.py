@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ class Block(Protocol):
     name: str
     space: Space | None
     consistency: str | None
-    side: tuple[str, ...]
+    extra_inputs: tuple[str, ...]
     shared: bool
     elastic: bool
     is_architecture: bool
@@ -39,21 +39,28 @@ class Block(Protocol):
     def pick(self, subnet: Subnet) -> str | None:
         """The name of the layer that the subnet uses, or None where it skips the block."""
 
-    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, side: Extras) -> Activations:
+    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, extras: Extras) -> Activations:
         """The expectation of the block's output under a mixture."""
 
 
 class _Base:
+    """What all blocks have; ``extra_inputs`` names entries of the batch that the layers take as keyword arguments."""
+
     shared = False
     elastic = False
     is_architecture = False
     forward_fn: ForwardFn | None = None
     space: Space | None
 
-    def __init__(self, name: str, space: Space | None, side: Sequence[str], consistency: object) -> None:
+    def __new__(cls, *args: object, **options: object) -> Self:
+        if "side" in options:
+            raise SupernetError(f"weft.{cls.__name__}: side= was renamed to extra_inputs=")
+        return super().__new__(cls)
+
+    def __init__(self, name: str, space: Space | None, extra_inputs: Sequence[str], consistency: object) -> None:
         self.name = check_name(name, "block")
         self.space = space
-        self.side = tuple(side)
+        self.extra_inputs = tuple(extra_inputs)
         self.consistency = None if consistency is None else str(consistency)
         self.condition: Condition | None = None
         """Holds for the subnets that use the block; None: all do."""
@@ -67,8 +74,10 @@ class Shared(_Base):
 
     shared = True
 
-    def __init__(self, layer: Candidate, name: str, *, side: Sequence[str] = (), consistency: object = None) -> None:
-        super().__init__(name, None, side, consistency)
+    def __init__(
+        self, layer: Candidate, name: str, *, extra_inputs: Sequence[str] = (), consistency: object = None
+    ) -> None:
+        super().__init__(name, None, extra_inputs, consistency)
         self._layer = layer
 
     def candidates(self) -> Mapping[str, Candidate]:
@@ -77,8 +86,8 @@ class Shared(_Base):
     def pick(self, subnet: Subnet) -> str | None:
         return self.name
 
-    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, side: Extras) -> Activations:
-        return as_activations(modules[self.name](*activations, **side), self.name)
+    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, extras: Extras) -> Activations:
+        return as_activations(modules[self.name](*activations, **extras), self.name)
 
 
 class Choice(_Base):
@@ -91,10 +100,10 @@ class Choice(_Base):
         candidates: Mapping[str, Candidate],
         *,
         when: Expr | None = None,
-        side: Sequence[str] = (),
+        extra_inputs: Sequence[str] = (),
         consistency: object = None,
     ) -> None:
-        super().__init__(name, space, side, consistency)
+        super().__init__(name, space, extra_inputs, consistency)
         if not candidates:
             raise SupernetError(f"choice '{name}' has no candidates: give at least one")
         self._names = {check_name(label, f"candidate of '{name}'"): f"{name}.{label}" for label in candidates}
@@ -109,10 +118,10 @@ class Choice(_Base):
         # Without a value the choice is switched off by its condition (depth): the block is skipped.
         return self._names[str(subnet[self.name])] if self.name in subnet.values else None
 
-    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, side: Extras) -> Activations:
+    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, extras: Extras) -> Activations:
         total: Activations | None = None
         for probability, name in zip(mixture[self.name].unbind(), self._names.values(), strict=True):
-            out = as_activations(modules[name](*activations, **side), name)
+            out = as_activations(modules[name](*activations, **extras), name)
             if total is not None and [x.shape for x in total] != [y.shape for y in out]:
                 raise SupernetError(
                     f"choice '{self.name}' can be mixed only if its candidates give the same shapes: '{name}' gives "
@@ -136,10 +145,10 @@ class Optional(_Base):
         layer: Candidate,
         *,
         when: Expr | None = None,
-        side: Sequence[str] = (),
+        extra_inputs: Sequence[str] = (),
         consistency: object = None,
     ) -> None:
-        super().__init__(name, space, side, consistency)
+        super().__init__(name, space, extra_inputs, consistency)
         self._layer = layer
         # A choice with the single option True has the condition, so that a subnet's values say which blocks it uses.
         space.categorical(name, [False, True] if when is None else [True], when=when)
@@ -151,9 +160,9 @@ class Optional(_Base):
     def pick(self, subnet: Subnet) -> str | None:
         return self.name if subnet.values.get(self.name) is True else None
 
-    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, side: Extras) -> Activations:
+    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, extras: Extras) -> Activations:
         assert self.space is not None
-        out = as_activations(modules[self.name](*activations, **side), self.name)
+        out = as_activations(modules[self.name](*activations, **extras), self.name)
         if len(choice_options(self.space, self.name)) == 2:  # its choice is whether to skip it
             return _blend(activations, out, mixture[self.name][1], self.name)
         return _skipped(activations, out, self.condition, mixture, self.name)
@@ -175,10 +184,10 @@ class Elastic(_Base):
         layer: Candidate,
         *,
         when: Expr | None = None,
-        side: Sequence[str] = (),
+        extra_inputs: Sequence[str] = (),
         consistency: object = None,
     ) -> None:
-        super().__init__(name, space, side, consistency)
+        super().__init__(name, space, extra_inputs, consistency)
         self._layer = layer
         self.condition = None if when is None else Condition(space, when)
         self.shared = when is None
@@ -189,8 +198,8 @@ class Elastic(_Base):
     def pick(self, subnet: Subnet) -> str | None:
         return self.name if self.condition is None or self.condition.holds(subnet) else None
 
-    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, side: Extras) -> Activations:
-        out = as_activations(modules[self.name](*activations, **{**side, "pick": mixture}), self.name)
+    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, extras: Extras) -> Activations:
+        out = as_activations(modules[self.name](*activations, **{**extras, "pick": mixture}), self.name)
         return _skipped(activations, out, self.condition, mixture, self.name)
 
 

@@ -66,7 +66,7 @@ class Chain(nn.Module):
                     index,
                     block.shared,
                     block.consistency,
-                    block.side,
+                    block.extra_inputs,
                     block.elastic,
                     block.is_architecture,
                     block.forward_fn,
@@ -128,8 +128,8 @@ class Chain(nn.Module):
         if isinstance(subnet, Mixture):
             for block in self.blocks:
                 modules = {name: self.module(name) for name in block.candidates()}
-                side = extra_inputs(self.layers[next(iter(modules))], batch, subnet)
-                activations = block.mixed(modules, activations, subnet, side)
+                extras = extra_inputs(self.layers[next(iter(modules))], batch, subnet)
+                activations = block.mixed(modules, activations, subnet, extras)
             return activations[0] if len(activations) == 1 else activations
         for layer in self.route(subnet):
             activations = run_layer(layer, self.module(layer), activations, extra_inputs(layer, batch, subnet))
@@ -156,11 +156,11 @@ class Chain(nn.Module):
                 continue
             count = {name: sum(p.numel() for p in self.module(name).parameters()) for name in names}
             labels = [name.partition(".")[2] for name in sorted(names, key=lambda name: count[name], reverse=largest)]
-            valid = (self._changed(best, block.name, label, -1 if largest else 0) for label in labels)
+            valid = (self._change(best, block.name, label, -1 if largest else 0) for label in labels)
             best = next((subnet for subnet in valid if subnet is not None), best)
         return best
 
-    def _changed(self, subnet: Subnet, name: str, value: str, option: int) -> Subnet | None:
+    def _change(self, subnet: Subnet, name: str, value: str, option: int) -> Subnet | None:
         """The subnet with one choice changed, what that makes active at its first or last option; None if not valid."""
 
         def pick(other: str, choice: SpaceChoice) -> Value:
@@ -189,7 +189,7 @@ def initialise(
     """
     if not isinstance(net, Chain):
         with torch_seeded(seed, "build"):
-            net = _made(net)
+            net = _call_factory(net)
     built = list(net.layers if only is None else only)
     for name in built:
         if name not in net.layers:
@@ -215,18 +215,18 @@ def build_on_meta(net: Chain | Factory) -> Chain:
     else:
         try:
             with shapes_only():
-                chain = _made(net)
+                chain = _call_factory(net)
         except WeftError:
             raise
         except Exception:  # it reads values, or it fails on any device: then this says why
             with torch_seeded(0, "build"):
-                chain = _made(net)
+                chain = _call_factory(net)
     for name in chain.layers:
         _replace(chain, name, build_layer_on_meta(chain.module(name), name))
     return chain
 
 
-def _made(factory: Factory) -> Chain:
+def _call_factory(factory: Factory) -> Chain:
     chain = factory()
     if not isinstance(chain, Chain):
         raise SupernetError(f"the supernet's factory returned {type(chain).__name__}, not a weft.Chain")

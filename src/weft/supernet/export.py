@@ -69,17 +69,17 @@ def export(
         # A file that refers to others moves into the folder after them.
         with replacing_files(folder, last=(FILES["onnx"], ABOUT)) as temp:
             fixed = _write_formats(plain, example, temp, formats)
+            programs = [name for name in formats if name != "safetensors"]
             about |= {
-                "dynamic_batch": {name: why is None for name, why in fixed.items()},
+                "dynamic_batch": dict.fromkeys(programs, fixed is None),
                 "files": {name: FILES[name] for name in formats},
                 "inputs": _describe(_input_names(plain, len(example)), example),
                 "outputs": _describe(_output_names(len(outputs)), outputs),
                 "versions": {"torch": torch.__version__, "weft": installed_version("weft")},
             }
             (temp / ABOUT).write_text(json.dumps(about, sort_keys=True, indent=2, allow_nan=False) + "\n")
-    for name, why in fixed.items():
-        if why is not None:
-            log.warning("%s takes batches of the size of the example only: %s", FILES[name], why)
+    for name in programs if fixed is not None else ():
+        log.warning("%s takes batches of the size of the example only: %s", FILES[name], fixed)
     return {name: folder / FILES[name] for name in formats} | {"json": folder / ABOUT}
 
 
@@ -151,18 +151,15 @@ def _export_mode() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within the block, drops warnings, what torch and its exporters log below an error, and what they print."""
-    loggers = [logging.getLogger(name) for name in ("torch", "torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
+    """Within the block, drops warnings, what is logged below an error, and what exporters print."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # torch.export prints graphs that it refuses
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(disabled)
 
 
 def _reason(error: BaseException) -> str:
@@ -193,16 +190,12 @@ class _Exported:
 
 def _trace(module: nn.Module, example: Activations) -> _Exported:
     """The program for any batch, else for that of the example; raises SupernetError if there is neither."""
+    from torch.export import export
+
     try:
         return _trace_any(module, example)
     except Exception as error:
-        return _trace_fixed(module, example, _reason(error))
-
-
-def _trace_fixed(module: nn.Module, example: Activations, why: str) -> _Exported:
-    """The program for the shapes of the example alone; `why` is the reason."""
-    from torch.export import export
-
+        why = _reason(error)
     try:
         program = _without_sources(export(module, _copies(example), strict=False))
     except Exception as error:
@@ -216,10 +209,10 @@ def _trace_any(module: nn.Module, example: Activations) -> _Exported:
     if not example[0].dim():
         raise SupernetError("the first input has no dimensions, hence no batch")
     size = len(example[0])
-    alike = [bool(value.dim()) and len(value) == size for value in example]
-    program, lengths = _capture(module, example, alike)
-    varies = [like and not length.isdigit() for like, length in zip(alike, lengths, strict=True)]
-    if varies != alike:
+    as_long = [bool(value.dim()) and len(value) == size for value in example]
+    program, lengths = _capture(module, example, as_long)
+    varies = [like and not length.isdigit() for like, length in zip(as_long, lengths, strict=True)]
+    if varies != as_long:
         # An input that merely has the length of the batch, a square mask for example, is a constant to the module.
         # Unless it is traced as such, ONNX gets a dimension with the name "6" instead of the number.
         program, lengths = _capture(module, example, varies)
@@ -276,20 +269,22 @@ def _without_sources(program: ExportedProgram) -> ExportedProgram:
 # The formats: safetensors, a torch.export program and ONNX, each written, read again and checked.
 
 
-def _write_formats(
-    module: nn.Module, example: Activations, folder: Path, formats: Sequence[str]
-) -> dict[str, str | None]:
-    """Writes and checks every format; for each program, why its batch has a fixed size, or None."""
-    fixed = {}
+def _write_formats(module: nn.Module, example: Activations, folder: Path, formats: Sequence[str]) -> str | None:
+    """Writes and checks every format; why the programs take a batch of a fixed size, or None."""
     if "safetensors" in formats:
         _write_safetensors(module, folder / FILES["safetensors"])
-    if "torch" in formats or "onnx" in formats:
-        exported = _trace(module, example)
-        if "torch" in formats:
-            fixed["torch"] = _write_torch(exported, folder / FILES["torch"])
-        if "onnx" in formats:
-            fixed["onnx"] = _write_onnx(exported, folder / FILES["onnx"])
-    return fixed
+    if formats == ("safetensors",):
+        return None
+    exported = _trace(module, example)
+    if "torch" in formats:
+        _write_torch(exported, folder / FILES["torch"])
+    if "onnx" in formats:
+        try:
+            _write_onnx(exported, folder / FILES["onnx"])
+        except Exception as error:
+            message = f"ONNX cannot hold the module: {_reason(error)}; leave 'onnx' out of the formats"
+            raise SupernetError(message) from error
+    return exported.fixed
 
 
 def _write_safetensors(module: nn.Module, path: Path) -> None:
@@ -312,7 +307,7 @@ def _write_safetensors(module: nn.Module, path: Path) -> None:
     path.chmod(mode)
 
 
-def _write_torch(exported: _Exported, path: Path) -> str | None:
+def _write_torch(exported: _Exported, path: Path) -> None:
     from torch.export import load, save
 
     try:
@@ -326,22 +321,9 @@ def _write_torch(exported: _Exported, path: Path) -> str | None:
                 "the torch program does not repeat the outputs of the module to the last bit: "
                 "is something in the module random in evaluation mode?"
             )
-    return exported.fixed
 
 
-def _write_onnx(exported: _Exported, path: Path) -> str | None:
-    """A program that ONNX takes with fixed shapes alone is traced once more."""
-    try:
-        _convert(exported, path)
-    except Exception as error:
-        if exported.fixed is None:
-            return _write_onnx(_trace_fixed(exported.module, exported.cases[0], _reason(error)), path)
-        message = f"ONNX cannot hold the module: {_reason(error)}; leave 'onnx' out of the formats"
-        raise SupernetError(message) from error
-    return exported.fixed
-
-
-def _convert(exported: _Exported, path: Path) -> None:
+def _write_onnx(exported: _Exported, path: Path) -> None:
     import onnxruntime
 
     names = _input_names(exported.module, len(exported.batched))

@@ -23,7 +23,7 @@ def extract(chain: Chain, subnet: Subnet, example: Mapping[str, Tensor] | None =
     """A copy of the subnet's layers in evaluation mode: the same outputs to the last bit on the CPU.
 
     Where every layer takes and returns one tensor this is an ``nn.Sequential``. A chain that carries tuples or takes
-    side inputs becomes an ``fx.GraphModule`` (its code can be read with ``.code``), and for that an example batch is
+    extra inputs becomes an ``fx.GraphModule`` (its code can be read with ``.code``), and for that an example batch is
     needed. Parameters that are tied in the chain are one Parameter here.
     """
     route = chain.route(subnet)
@@ -33,7 +33,7 @@ def extract(chain: Chain, subnet: Subnet, example: Mapping[str, Tensor] | None =
     if len({_label(layer) for layer in route}) != len(route):
         raise SupernetError("two layers of this subnet have the same name once '.' is replaced by '_': rename one")
     if example is None:
-        if (chain.inputs is not None and len(chain.inputs) > 1) or any(layer.side for layer in route):
+        if (chain.inputs is not None and len(chain.inputs) > 1) or any(layer.extra_inputs for layer in route):
             raise SupernetError(
                 "this chain takes several inputs: give extract() an example batch, as in extract(subnet, example=batch)"
             )
@@ -49,21 +49,21 @@ def extract(chain: Chain, subnet: Subnet, example: Mapping[str, Tensor] | None =
 def _graph(chain: Chain, route: tuple[Layer, ...], subnet: Subnet, example: Mapping[str, Tensor]) -> nn.Module:
     activations = chain.enter(example)
     names = chain.inputs or tuple(example)[:1]
-    side = dict.fromkeys(name for layer in route for name in layer.side)
+    extra = dict.fromkeys(name for layer in route for name in layer.extra_inputs)
     graph = fx.Graph()
-    entered = {name: graph.placeholder(name) for name in dict.fromkeys((*names, *side))}
+    entered = {name: graph.placeholder(name) for name in dict.fromkeys((*names, *extra))}
     nodes: list[fx.Node] = [entered[name] for name in names]
     parts: OrderedDict[str, nn.Module] = OrderedDict()
-    single = len(names) == 1 and not side
+    single = len(names) == 1 and not extra
     with torch.no_grad():
         for layer in route:
             target = _label(layer)
             module = parts[target] = _part(chain, layer, subnet, len(activations))
             try:
-                out: Any = module.eval()(*activations, **{name: example[name] for name in layer.side})
+                out: Any = module.eval()(*activations, **{name: example[name] for name in layer.extra_inputs})
             except (RuntimeError, IndexError) as problem:
                 raise failure(layer, activations, problem) from problem
-            node = graph.call_module(target, tuple(nodes), {name: entered[name] for name in layer.side})
+            node = graph.call_module(target, tuple(nodes), {name: entered[name] for name in layer.extra_inputs})
             activations = as_activations(out, layer.name)
             if isinstance(out, Tensor):
                 nodes = [node]
@@ -80,4 +80,4 @@ def _label(layer: Layer) -> str:
 
 def _part(chain: Chain, layer: Layer, subnet: Subnet, inputs: int = 1) -> nn.Module:
     module = chain.module(layer)
-    return plain_module(module, subnet, inputs, layer.side) if layer.elastic else copy.deepcopy(module)
+    return plain_module(module, subnet, inputs, layer.extra_inputs) if layer.elastic else copy.deepcopy(module)

@@ -44,7 +44,7 @@ class Layer:
     """The place of a layer and what it needs; the chain holds its module, by name.
 
     Every subnet uses a ``shared`` layer. ``consistency`` is a text such as ``lagged(4)``, or None for the run's
-    default. ``side`` names the entries of the batch that its module takes as keyword arguments. The module of an
+    default. ``extra_inputs`` names entries of the batch that its module takes as keyword arguments. The module of an
     ``elastic`` layer takes the subnet too, as ``pick``.
     """
 
@@ -52,7 +52,7 @@ class Layer:
     block: int
     shared: bool
     consistency: str | None = None
-    side: tuple[str, ...] = ()
+    extra_inputs: tuple[str, ...] = ()
     elastic: bool = False
     is_architecture: bool = False
     """Whether it holds architecture parameters instead of weights."""
@@ -88,7 +88,7 @@ def build_layer(module: nn.Module, name: str, seed: int, device: torch.device) -
     """
     if isinstance(module, LazyLayer):
         with torch_seeded(seed, "init", name):
-            module = _made(module, name)
+            module = _call_factory(module, name)
     for label, part in list(module.named_children()):
         if isinstance(part, LazyLayer):
             module.add_module(label, build_layer(part, f"{name}.{label}", seed, device))
@@ -103,7 +103,7 @@ def build_layer(module: nn.Module, name: str, seed: int, device: torch.device) -
     return module.to(device)
 
 
-def _made(lazy: LazyLayer, name: str) -> nn.Module:
+def _call_factory(lazy: LazyLayer, name: str) -> nn.Module:
     module = lazy.factory()
     if not isinstance(module, nn.Module):
         raise SupernetError(f"the factory of layer '{name}' returned {type(module).__name__}, not an nn.Module")
@@ -119,7 +119,7 @@ def build_layer_on_meta(module: nn.Module, name: str) -> nn.Module:
     if isinstance(module, LazyLayer):
         try:
             with shapes_only():
-                module = _made(module, name)
+                module = _call_factory(module, name)
         except WeftError:
             raise
         except Exception:  # it reads values, or it fails on any device: then build_layer says why
@@ -166,9 +166,9 @@ def _materialise(part: nn.Module, path: str) -> None:
         )
 
 
-def run_layer(layer: Layer, module: nn.Module, activations: Activations, side: Mapping[str, Any]) -> Activations:
+def run_layer(layer: Layer, module: nn.Module, activations: Activations, extras: Mapping[str, Any]) -> Activations:
     """The output of a layer's module."""
-    out = module(*activations, **side) if layer.forward_fn is None else layer.forward_fn(module, activations, side)
+    out = module(*activations, **extras) if layer.forward_fn is None else layer.forward_fn(module, activations, extras)
     return as_activations(out, layer.name)
 
 
@@ -197,10 +197,10 @@ def extra_inputs(layer: Layer, batch: Mapping[str, Tensor], pick: Pick) -> dict[
     Raises SupernetError where an entry is missing.
     """
     try:
-        inputs: dict[str, Any] = {key: batch[key] for key in layer.side}
+        inputs: dict[str, Any] = {key: batch[key] for key in layer.extra_inputs}
     except KeyError as missing:
         raise SupernetError(
-            f"layer '{layer.name}' takes the side input {missing}, "
+            f"layer '{layer.name}' takes the extra input {missing}, "
             f"but the batch has {', '.join(sorted(batch)) or 'nothing'}"
         ) from None
     if layer.elastic:

@@ -37,7 +37,7 @@ Relax = Callable[[Tensor, bool, Tensor | None], Tensor]
 """Probabilities from the parameters of one choice: (parameters, whether it trains, progress from 0 to 1)."""
 
 PROGRESS = "weft_progress"
-"""The side input of methods that change as a run goes on."""
+"""The extra input of methods that change as a run goes on."""
 
 
 class Architecture(nn.Module):
@@ -58,8 +58,8 @@ class Architecture(nn.Module):
         parts = [self._relax(part, self.training, progress) for part in torch.split(self.alpha, self.counts)]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def forward(self, *activations: Tensor, **side: Tensor) -> Activations:
-        progress = side[PROGRESS][0] if PROGRESS in side else None
+    def forward(self, *activations: Tensor, **extras: Tensor) -> Activations:
+        progress = extras[PROGRESS][0] if PROGRESS in extras else None
         probabilities = self.probabilities(progress)
         return (
             (*activations, probabilities)
@@ -91,7 +91,7 @@ class MixedChain(Chain):
         return Mixture.unchecked(self.space, {name: probabilities[name] for name in self.space.choices})
 
 
-def make_mixed_chain(net: Chain | Factory, relax: Relax, side: Sequence[str] = ()) -> MixedChain:
+def make_mixed_chain(net: Chain | Factory, relax: Relax, extra_inputs: Sequence[str] = ()) -> MixedChain:
     """The chain that trains all subnets of a chain at once, by the expectation of every layer under a mixture.
 
     Its last activations is that of the chain, followed by all the probabilities in the order ``order``.
@@ -109,21 +109,21 @@ def make_mixed_chain(net: Chain | Factory, relax: Relax, side: Sequence[str] = (
     for index, block in enumerate(plain.blocks):
         # A choice that no block is known to read, since the user's code may read it, is there from the start.
         unread = [name for name in space.choices if index == 0 and not any(name in names for names in readers)]
-        fresh = [name for name in space.choices if name in readers[index] and name not in known] + unread
-        if fresh:
-            made = _ArchitectureBlock(space, f"arch-{block.name}", fresh, relax, not known, side)
-            held[made.name] = tuple(fresh)
+        new_names = [name for name in space.choices if name in readers[index] and name not in known] + unread
+        if new_names:
+            made = _ArchitectureBlock(space, f"arch-{block.name}", new_names, relax, not known, extra_inputs)
+            held[made.name] = tuple(new_names)
             blocks.append(made)
-        known += fresh
+        known += new_names
         blocks.append(_MixedBlock(block, plain, space, tuple(known)))
     chain = MixedChain(*blocks, inputs=plain.inputs)
     chain.order, chain.held, chain.plain = tuple(known), held, plain
     return chain
 
 
-def mixed_factory(net: Chain | Factory, relax: Relax, side: Sequence[str] = ()) -> Factory:
+def mixed_factory(net: Chain | Factory, relax: Relax, extra_inputs: Sequence[str] = ()) -> Factory:
     """A function that makes the mixed chain again, so that every stage can build its part."""
-    return partial(make_mixed_chain, net, relax, side)
+    return partial(make_mixed_chain, net, relax, extra_inputs)
 
 
 def _read_by(block: Block, chain: Chain) -> set[str]:
@@ -157,7 +157,7 @@ class _Always:
     def pick(self, subnet: Subnet) -> str | None:
         return self.name
 
-    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, side: Extras) -> Activations:
+    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, extras: Extras) -> Activations:
         raise SupernetError("this chain is a mixture already: give it a batch and any subnet")
 
 
@@ -168,9 +168,9 @@ class _ArchitectureBlock(_Always):
     space: Space | None
 
     def __init__(
-        self, space: Space, name: str, names: Sequence[str], relax: Relax, begins: bool, side: Sequence[str]
+        self, space: Space, name: str, names: Sequence[str], relax: Relax, begins: bool, extra_inputs: Sequence[str]
     ) -> None:
-        self.name, self.space, self.side = name, space, tuple(side)
+        self.name, self.space, self.extra_inputs = name, space, tuple(extra_inputs)
         self._make = partial(Architecture, [len(choice_options(space, n)) for n in names], relax, begins)
 
     def candidates(self) -> Mapping[str, Candidate]:
@@ -184,7 +184,7 @@ class _MixedBlock(_Always):
 
     def __init__(self, block: Block, chain: Chain, space: Space, known: tuple[str, ...]) -> None:
         self._block, self._space, self._known = block, space, known
-        self.name, self.side, self.consistency = block.name, block.side, block.consistency
+        self.name, self.extra_inputs, self.consistency = block.name, block.extra_inputs, block.consistency
         self.space = space
         names = list(block.candidates())
         if names == [block.name]:
@@ -199,15 +199,15 @@ class _MixedBlock(_Always):
         module = self._module
         return {self.name: module.factory if isinstance(module, LazyLayer) else module}
 
-    def _run(self, module: nn.Module, activations: Activations, side: Mapping[str, Any]) -> Activations:
+    def _run(self, module: nn.Module, activations: Activations, extras: Mapping[str, Any]) -> Activations:
         if isinstance(self._block, Choice):
             modules = {f"{self.name}.{label}": part for label, part in module.named_children()}
         else:
             modules = {self.name: module}
         if not self._known:  # no block so far has a choice
-            return self._block.mixed(modules, activations, Mixture.unchecked(self._space, {}), side)
+            return self._block.mixed(modules, activations, Mixture.unchecked(self._space, {}), extras)
         mixture = Mixture.flat(self._space, self._known, activations[-1])
-        return (*self._block.mixed(modules, activations[:-1], mixture, side), activations[-1])
+        return (*self._block.mixed(modules, activations[:-1], mixture, extras), activations[-1])
 
 
 # The check of a chain under mixtures: a one-hot mixture must compute what its subnet does, block by block.
@@ -232,7 +232,7 @@ def find_mixture_mismatch(
     chain.eval()
     try:
         with torch.no_grad():
-            return next((found for subnet in some if (found := _off(chain, batch, subnet)) is not None), None)
+            return next((mismatch for subnet in some if (mismatch := _off(chain, batch, subnet)) is not None), None)
     finally:
         chain.train(was)
 
@@ -243,8 +243,8 @@ def _off(chain: Chain, batch: Mapping[str, Tensor], subnet: Subnet) -> tuple[str
     route = {layer.block: layer for layer in chain.route(subnet)}
     for index, block in enumerate(chain.blocks):
         modules = {name: chain.module(name) for name in block.candidates()}
-        side = extra_inputs(chain.layers[next(iter(modules))], batch, certain)
-        together = block.mixed(modules, together, certain, side)
+        extras = extra_inputs(chain.layers[next(iter(modules))], batch, certain)
+        together = block.mixed(modules, together, certain, extras)
         if index in route:
             layer = route[index]
             alone = run_layer(layer, chain.module(layer), alone, extra_inputs(layer, batch, subnet))

@@ -168,4 +168,4 @@ class PipelineEngine:
 
 
 def _no_batch(n: int) -> Batch:
-    raise TrainError(f"a stage without inputs, loss or side inputs asked for micro-batch {n}")
+    raise TrainError(f"a stage without inputs, loss or extra inputs asked for micro-batch {n}")

@@ -1,4 +1,4 @@
-"""The devices of a study: those that there are, those that a user names, and what candidates may count on."""
+"""The devices of a study: which there are, their memory, and how processes share them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.tune.jobs import Device
 from weft.utils.units import parse_bytes
 
 GPU = "h200"
-"""The kind that a GPU without constants of its own is taken for."""
+"""The kind of a GPU that has no constants of its own."""
 
 
 def local_devices() -> list[Device]:
@@ -57,7 +57,7 @@ def parse_devices(devices: Sequence[str | Device] | Mapping[str, Any] | str | No
 
 
 def nominal(memory: int | None, devices: Sequence[Device]) -> int | None:
-    """The memory that candidates are fitted to: the study's, or the smallest device's; None: it is not counted."""
+    """The memory that trials are fitted to: the given one, or the smallest device's; None: it is not counted."""
     if memory is not None:
         return memory
     known = [device.memory for device in devices if device.memory is not None]
@@ -129,7 +129,7 @@ def _device(name: str, memory: int | None) -> Device:
     return Device("cpu", memory)
 
 
-# NVIDIA's multi-process service: where it may be used, several processes share a GPU at once instead of in turns.
+# NVIDIA's multi-process service (MPS), by which several processes use a GPU at once instead of in turns.
 
 CONTROL = "nvidia-cuda-mps-control"
 PIPE, LOG = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
@@ -142,7 +142,7 @@ def is_on(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 @contextmanager
-def shared(wanted: str = "auto", control: str = CONTROL) -> Iterator[bool]:
+def share_gpus(wanted: str = "auto", control: str = CONTROL) -> Iterator[bool]:
     """Within the block, processes that are started share GPUs by MPS, if that can be; yields whether.
 
     ``"auto"`` takes a service that is there, starts one where the control program is installed and may be, and does
@@ -175,7 +175,7 @@ def shared(wanted: str = "auto", control: str = CONTROL) -> Iterator[bool]:
 
 
 def _start(folder: str, control: str) -> str | None:
-    """Starts a service of our own; why it could not be, or None."""
+    """Start a service; returns why it cannot be started, or None."""
     if shutil.which(control) is None:
         return f"there is no {control}"
     environment = {PIPE: folder, LOG: folder}
@@ -192,24 +192,23 @@ def _start(folder: str, control: str) -> str | None:
 
 
 def _stop(control: str) -> None:
-    """Ends the service of our own, and what still uses it."""
+    """End the service that was started here, and what still uses it."""
     try:
         subprocess.run([control], input=b"quit -t 5\n", capture_output=True, timeout=30, check=False)
     except subprocess.TimeoutExpired:
         _log.warning("the MPS service that was started here does not end")
 
 
-# How the allocator of a trial's process reserves memory of a GPU: by pages, which leaves few holes.
+# How the allocator of a trial's process reserves memory of a GPU: by pages (PyTorch's expandable segments).
 #
-# With segments of their own for every size, what a training reserves depends on the order in which sizes happen to
-# come, and is up to a sixth more than what it uses; pages (PyTorch's expandable segments) follow what is used, so
-# that it is known beforehand and more fits.
+# With a segment for every size, the reserved memory depends on the order of allocations, and is up to a sixth more
+# than the used memory; with pages it follows the used memory, so that it can be estimated, and more trials fit.
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def expandable(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether trials of this environment reserve by pages: on Linux, unless a variable of PyTorch's says otherwise.
+    """Whether trials reserve memory by pages: on Linux, unless a variable of PyTorch's says otherwise.
 
     >>> expandable({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False,max_split_size_mb:64"})
     False
@@ -219,7 +218,7 @@ def expandable(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def use_expandable_segments() -> None:
-    """Before its first tensor on a GPU: this process reserves by pages from now on, if it is to."""
+    """Called before the first tensor on a GPU: this process reserves by pages from now on, where ``expandable``."""
     if not expandable():
         return
     import torch

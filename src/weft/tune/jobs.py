@@ -1,10 +1,17 @@
-"""A job: what an executor is asked to run, and what it tells of it, as plain values that travel as JSON."""
+"""Jobs: what an executor is asked to run and what it reports, as values with a JSON form; and its interface."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import msgspec
+
+from weft.errors import TuneError
+
+if TYPE_CHECKING:
+    from weft.tune.fit.fit import Requirements
 
 FitStrategy = Literal["whole", "accumulate", "recompute", "split", "offload"]
 
@@ -45,25 +52,25 @@ class Job:
     fit: Fit | None
     """Of all its trials; None for an objective that is a function."""
     devices: tuple[int, ...]
-    """Places of the executor's devices: several for a split candidate."""
+    """Indices of the executor's devices: several for a split candidate."""
     memory: int | None
     """Bytes that it may take of each device; None: all of it."""
     directory: str
     """The study's; a trial's own is ``trials/NUMBER`` within."""
-    seconds: float | None = None
-    """The time limit."""
+    timeout: float | None = None
+    """Seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A place where trials run. ``memory`` is nominal: what it has, never what happens to be free."""
+    """A device that runs trials. ``memory`` is nominal: what it has, never what happens to be free."""
 
     name: str
     """As torch names it: ``cpu`` or ``cuda:0``."""
     memory: int | None
     node: str = "local"
     gone: bool = False
-    """Whether its machine is away; it keeps its place."""
+    """Whether its machine is away; it keeps its index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,43 +94,133 @@ class Ended:
     error: str | None = None
     """The traceback of a failure."""
     peak: int | None = None
-    """Bytes that it really took of its device at its peak, reserved."""
+    """Bytes of its device that were reserved at its peak."""
     seconds: float | None = None
     """That it ran, without the start of its process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A job whose process or machine is gone; its unfinished trials go on elsewhere from their checkpoints."""
+    """A job whose process or machine is gone; its unfinished trials continue elsewhere from their checkpoints."""
 
     job: str
-    why: str
+    reason: str
 
 
 Event = Reported | Ended | Lost
 
 
-# Where jobs run: one small interface that local processes and Ray keep alike.
-
-
 class Executor(Protocol):
-    """Starts jobs and tells of them; it decides nothing. No method raises because of what a job does."""
+    """Starts jobs and reports what they do; it decides nothing. No method raises because of what a job does."""
 
     @property
     def devices(self) -> Sequence[Device]:
-        """By place; a machine that goes or comes changes them, never the place of one that stays."""
+        """A machine that goes or comes changes them, never the index of one that stays."""
 
     def start(self, job: Job) -> None:
         """Begin a job on its devices and return at once."""
 
     def answer(self, job: str, trial: int, prune: bool) -> None:
-        """Let a trial that reported go on or end; unknown jobs are passed over."""
+        """Let a trial that reported continue or end; unknown jobs are ignored."""
 
     def stop(self, job: str) -> None:
-        """End a job and all its processes; what it still tells is dropped."""
+        """End a job and all its processes; its events from then on are dropped."""
 
     def poll(self, timeout: float) -> list[Event]:
         """What happened, oldest first; waits at most so many seconds if nothing has."""
 
     def close(self) -> None:
-        """End every job and what the executor started."""
+        """End every job and every process that the executor started."""
+
+
+@dataclass(slots=True)
+class PendingJob:
+    """Trials that train as one, from their proposal to their end, over all attempts."""
+
+    trials: dict[int, dict[str, Any]]
+    """Those that have not ended, with their values."""
+    needs: Requirements
+    id: str = ""
+    job: Job | None = None
+    """The attempt that runs."""
+    attempts: int = 0
+    crashes: int = 0
+    oom_count: int = 0
+    exclusive: bool = False
+    """Whether it has its devices to itself since it ran out of memory beside others."""
+    memory: int | None = None
+    """Bytes of each device that are reserved for it; None: all of it, or not counted."""
+    min_memory: int = 0
+    """Bytes that it is known to need more than."""
+    last_report: tuple[float, int] | None = None
+    """When it last reported, and after which step."""
+
+    @property
+    def takes_whole_device(self) -> bool:
+        """Whether it may take all the memory that was counted on."""
+        return self.memory is None or self.needs.devices > 1
+
+    @property
+    def fused(self) -> int:
+        """How many trials train as one."""
+        return len(self.trials if self.job is None else self.job.trials)
+
+    @property
+    def running(self) -> Job:
+        assert self.job is not None
+        return self.job
+
+    def likeness(self) -> dict[str, Any]:
+        """Whose memory its own is corrected by: trials of its architecture, as many as train as one."""
+        if not self.needs.architecture_key:
+            return {"shape": None, "family": None}
+        family = "split" if self.needs.devices > 1 else "alone" if self.fused == 1 else "fused"
+        return {"shape": f"{self.needs.architecture_key} x{self.fused}", "family": family}
+
+    def estimate(self) -> int | None:
+        """Bytes of each device that it should take, also where it has its devices to itself."""
+        if self.memory is not None or self.needs.memory is None:
+            return self.memory
+        return self.needs.memory_of(len(self.trials))
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, sorted(self.trials)))
+
+
+# The JSON form of jobs and events, in which processes send them.
+
+_EVENTS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in (Reported, Ended, Lost)}
+
+
+def job_to_json(job: Job) -> dict[str, Any]:
+    return asdict(job)
+
+
+def job_from_json(message: dict[str, Any]) -> Job:
+    job: Job = _convert(message, Job)
+    return job
+
+
+def event_to_json(event: Event) -> dict[str, Any]:
+    """The event with its kind; numbers that JSON lacks are written as Python's ``json`` does, and read back so.
+
+    >>> event_from_json(event_to_json(Lost("3.0", "killed")))
+    Lost(job='3.0', reason='killed')
+    """
+    return {"kind": type(event).__name__.lower(), **asdict(event)}
+
+
+def event_from_json(message: dict[str, Any]) -> Event:
+    fields = dict(message)
+    kind = _EVENTS.get(str(fields.pop("kind", None)))
+    if kind is None:
+        raise TuneError(f"a worker sent a message that is no event: {str(message)[:200]}")
+    event: Event = _convert(fields, kind)
+    return event
+
+
+def _convert(message: dict[str, Any], kind: type[Any]) -> Any:
+    try:
+        return msgspec.convert(message, kind, strict=True)
+    except msgspec.ValidationError as problem:
+        raise TuneError(f"a message between processes of a study is malformed: {problem}") from None

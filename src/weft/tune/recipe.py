@@ -111,7 +111,7 @@ def trial_config(recipe: Recipe, params: Mapping[str, Value]) -> TrialConfig:
     """The recipe with the trial's values in place; a TuneError names the choice whose value cannot be."""
     own = {name: params[name] for name in FIELDS if name in params}
     try:
-        recipe = replace(recipe, **own)  # type: ignore[arg-type]  # checked below, whoever gave it
+        recipe = replace(recipe, **own)  # type: ignore[arg-type]  # checked below
         _check(recipe)
         optimizer = _optimizer(recipe, params)
         schedule = make_schedule(recipe.lr_schedule, recipe.warmup_steps)

@@ -1,4 +1,4 @@
-"""A trial as an objective sees it: its values, where it runs, a folder of its own, and a way to report."""
+"""A trial as an objective function sees it: its values, its device, a directory of its own, and reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.errors import TuneError, nearest
 from weft.space import Value
 
 Report = Callable[[int, tuple[float, ...]], bool]
-"""Takes a step and the values after it; True: the trial is to end here."""
+"""Takes a step and the values after it; True: the trial ends here."""
 
 LAST = 2**31 - 1
 """The largest step that every storage has room for."""
@@ -30,7 +30,7 @@ class Trial:
     params: Mapping[str, Value]
     """Of its choices, and of the derived dimensions of the space."""
     directory: Path
-    """Of this trial alone. What is written here is there again when the trial is taken up after a crash."""
+    """Of this trial alone. What is written here is still there when the trial continues after a crash."""
     device: str
     """As torch names it."""
     memory: int | None

@@ -35,9 +35,9 @@ def import_object(spec: str, folder: Path) -> Any:
         raise ConfigError(
             f"'{spec}': importing '{module_name}' fails: {type(problem).__name__}: {problem}"
         ) from problem
-    beside = [folder / f"{module_name.split('.')[0]}{end}" for end in (".py", "/__init__.py")]
+    candidates = [folder / f"{module_name.split('.')[0]}{end}" for end in (".py", "/__init__.py")]
     file = getattr(module, "__file__", None)
-    if any(path.is_file() for path in beside) and not (file and Path(file).resolve().is_relative_to(where)):
+    if any(path.is_file() for path in candidates) and not (file and Path(file).resolve().is_relative_to(where)):
         raise ConfigError(
             f"'{spec}': the name '{module_name}' is taken by {file or 'Python itself'}: rename your module in {folder}"
         )

@@ -51,9 +51,9 @@ def ranks(points: Array, violations: Array | None = None) -> Ints:
 def crowding(points: Array, rank: Ints) -> Array:
     """The crowding distance of each row in its rank: the sum over the columns of the gap between its neighbours.
 
-    A gap is a share of the rank's span in that column; the ends of a column have infinite room.
+    A gap is a share of the rank's span in that column; the ends of a column are infinitely far.
     """
-    room = np.zeros(len(points))
+    distance = np.zeros(len(points))
     for level in range(int(rank.max()) + 1 if rank.size else 0):
         members = np.flatnonzero(rank == level)
         for column in points[members].T:
@@ -61,6 +61,6 @@ def crowding(points: Array, rank: Ints) -> Array:
             ordered = column[order]
             span = ordered[-1] - ordered[0] if np.isfinite(ordered[[0, -1]]).all() else 0.0
             if span > 0:
-                room[members[order[1:-1]]] += (ordered[2:] - ordered[:-2]) / span
-            room[members[order[[0, -1]]]] = np.inf
-    return room
+                distance[members[order[1:-1]]] += (ordered[2:] - ordered[:-2]) / span
+            distance[members[order[[0, -1]]]] = np.inf
+    return distance

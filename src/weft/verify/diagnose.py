@@ -34,7 +34,7 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class Suspect:
     """The run under test."""
 
     net: Chain | Factory
@@ -70,7 +70,7 @@ class Subject:
                 carry, subnet = chain.enter(batch), config.subnet(step * config.microbatches + j)
                 for layer in chain.route(subnet):
                     module, seeded = chain.module(layer), partial(seeder.set, step, j, layer.name)
-                    run = partial(run_layer, layer, module, side=extra_inputs(layer, batch, subnet))
+                    run = partial(run_layer, layer, module, extras=extra_inputs(layer, batch, subnet))
                     cause, carry = _twice(f"layer '{layer.name}'", run, module, carry, seeded)
                     found.append((layer.name, cause))
                     if cause is not None and cause.kind == KERNEL:
@@ -100,7 +100,7 @@ class Subject:
         return Cause(IMPURE, f"two reads of batch {step} differ in '{name}'", remedy)
 
 
-def kernel(message: str) -> Cause | None:
+def kernel_cause(message: str) -> Cause | None:
     """The cause that torch itself names, if its message is about determinism."""
     if "use_deterministic_algorithms" not in message and "is not deterministic because" not in message:
         return None
@@ -128,7 +128,7 @@ def _twice(
             outputs = as_activations(run(tuple(x.clone() for x in leaves)), "it")  # a layer may work in place
             results.append([*(x.detach().clone() for x in outputs), *_gradients(outputs, [*leaves, *weights])])
         except RuntimeError as problem:
-            cause = kernel(str(problem))
+            cause = kernel_cause(str(problem))
             if cause is None:
                 raise
             return cause, inputs

@@ -61,7 +61,7 @@ def _parameters(chain: Chain, subnet: Subnet) -> int | None:
         for layer in chain.route(subnet):
             module = chain.module(layer)
             if layer.elastic:
-                module = plain_module(module, subnet, carried, layer.side)
+                module = plain_module(module, subnet, carried, layer.extra_inputs)
                 carried = _outputs(module)
             total += sum(parameter.numel() for parameter in module.parameters())
     except WeftError:  # a layer that takes several tensors, behind one of which nobody knows how many it gives

@@ -7,9 +7,11 @@ Liu, Simonyan and Yang, "DARTS: Differentiable Architecture Search", ICLR 2019; 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from functools import partial as bound
 from itertools import combinations
+from operator import add
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +87,7 @@ class DartsCell(Module):
         space: Space,
         kind: str,
         shape: tuple[int, int, int, bool, bool, bool],
-        conditions: dict[Edge, Condition],
+        conditions: dict[Nodes, Condition],
         partial: int | None,
         entangled: bool,
         affine: bool,
@@ -99,8 +101,8 @@ class DartsCell(Module):
             stride = 2 if kind == "reduce" and source < 2 else 1
             choice = space.handle(f"{kind}_{source}_{target}")
             modules = _operations(space, choice, width // (partial or 1), stride, entangled, affine)
-            edges[source, target] = Switch(space, choice, modules, partial, stride)
-        self.inside = Edges(edges, conditions)
+            edges[source, target] = Edge(space, choice, modules, conditions.get((source, target)), partial, stride)
+        self.inside = Edges(edges)
 
     def forward(self, *states: Tensor, pick: Pick) -> Tensor | tuple[Tensor, Tensor]:
         if len(states) != (1 if self._first else 2):
@@ -129,9 +131,9 @@ class Halved(Module):
         return out
 
 
-def _choices(space: Space, kind: str, all_edges: bool) -> dict[Edge, Condition]:
+def _choices(space: Space, kind: str, all_edges: bool) -> dict[Nodes, Condition]:
     """Declares the choices of a kind of cell; when each edge is there, for those that not every subnet has."""
-    conditions: dict[Edge, Condition] = {}
+    conditions: dict[Nodes, Condition] = {}
     for target in range(2, 2 + NODES):
         pairs = [f"{a}-{b}" for a, b in combinations(range(target), 2)]
         inputs = space.categorical(f"{kind}_inputs{target}", pairs) if len(pairs) > 1 and not all_edges else None
@@ -153,7 +155,7 @@ def _any(terms: Sequence[Expr]) -> Expr:
     return found
 
 
-def _darts_edges() -> list[Edge]:
+def _darts_edges() -> list[Nodes]:
     return [(source, target) for target in range(2, 2 + NODES) for source in range(target)]
 
 
@@ -187,8 +189,8 @@ def _head(width: int, classes: int) -> nn.Module:
 
 TOY_OPERATIONS = ("dil_conv_3x3", "dil_conv_5x5", "sep_conv_3x3", "sep_conv_5x5")
 
-Edge = tuple[int, int]
-"""From which state to which."""
+Nodes = tuple[int, int]
+"""The states that an edge leads from and to."""
 
 
 def toy_cell(
@@ -212,39 +214,51 @@ def toy_cell(
     return Chain(*cells, Shared(partial(_toy_head, 4 * channels, side, classes, dropout), "head"))
 
 
-class Edges(Module):
-    """The inside of a cell: each node is the sum of what its edges make of earlier states.
+class Edge(Switch):
+    """An edge of a cell: a switch between operations. With a condition, only some subnets have the edge.
 
-    Edges with a condition are there for some subnets; under a mixture they count by its probability. Takes the first
-    states and gives all of them.
+    Returns None for a subnet that does not have it; under a mixture the output counts by its probability.
     """
 
-    def __init__(self, edges: Mapping[Edge, nn.Module], conditions: Mapping[Edge, Condition] | None = None) -> None:
-        super().__init__()
-        self._conditions = dict(conditions or {})
-        self._order = sorted(edges, key=lambda edge: (edge[1], edge[0]))
-        self.edges = nn.ModuleDict({_label(edge): edges[edge] for edge in self._order})
+    def __init__(
+        self,
+        space: Space,
+        choice: str | Expr,
+        operations: Mapping[Any, nn.Module],
+        condition: Condition | None = None,
+        partial: int | None = None,
+        stride: int = 1,
+    ) -> None:
+        super().__init__(space, choice, operations, partial, stride)
+        self._condition = condition
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for condition in self._conditions.values() for name in condition.names))
+        return (*super().reads, *(() if self._condition is None else self._condition.names))
+
+    def forward(self, x: Tensor, pick: Pick) -> Tensor | None:  # type: ignore[override]
+        if self._condition is None:
+            return super().forward(x, pick)
+        if isinstance(pick, Mixture):
+            out = super().forward(x, pick)
+            return self._condition.probability(pick).to(out.dtype) * out
+        return super().forward(x, pick) if self._condition.holds(pick) else None
+
+
+class Edges(Module):
+    """The inside of a cell: each node is the sum of the outputs of its edges. Takes the first states and returns all
+    of them."""
+
+    def __init__(self, edges: Mapping[Nodes, nn.Module]) -> None:
+        super().__init__()
+        self._order = sorted(edges, key=lambda edge: (edge[1], edge[0]))
+        self.edges = nn.ModuleDict({_label(edge): edges[edge] for edge in self._order})
 
     def forward(self, *states: Tensor, pick: Pick) -> list[Tensor]:
         found = list(states)
         for target in range(len(states), self._order[-1][1] + 1):
-            total: Tensor | None = None
-            for edge in self._order:
-                if edge[1] != target:
-                    continue
-                condition = self._conditions.get(edge)
-                if condition is not None and not isinstance(pick, Mixture) and not condition.holds(pick):
-                    continue
-                term: Tensor = self.edges[_label(edge)](found[edge[0]], pick=pick)
-                if condition is not None and isinstance(pick, Mixture):
-                    term = condition.probability(pick).to(term.dtype) * term
-                total = term if total is None else total + term
-            assert total is not None
-            found.append(total)
+            terms = [self.edges[_label(edge)](found[edge[0]], pick=pick) for edge in self._order if edge[1] == target]
+            found.append(reduce(add, (term for term in terms if term is not None)))
         return found
 
 
@@ -305,11 +319,11 @@ def _depthwise(
     return nn.ReLU(), conv, nn.Conv2d(width, width, 1, bias=False), nn.BatchNorm2d(width, affine=affine)
 
 
-def _edges(inputs: int, nodes: int) -> list[Edge]:
+def _edges(inputs: int, nodes: int) -> list[Nodes]:
     return [(source, target) for target in range(inputs, inputs + nodes) for source in range(target)]
 
 
-def _label(edge: Edge) -> str:
+def _label(edge: Nodes) -> str:
     return f"{edge[0]}_{edge[1]}"
 
 

@@ -34,9 +34,9 @@ def linear_kernels(weights: Sequence[Tensor], probabilities: Probabilities, size
         return None
     from weft.elastic.ops import triton_linear
 
-    likely = all(held is None or (held.is_cuda and held.dtype == torch.float32) for held in probabilities)
+    in_single = all(held is None or (held.is_cuda and held.dtype == torch.float32) for held in probabilities)
     few = len(weights) <= triton_linear.MOST_LAYERS and sizes.combinations <= triton_linear.MOST_COMBINATIONS
-    return triton_linear if likely and few else None
+    return triton_linear if in_single and few else None
 
 
 def norm_kernels(x: Tensor, weight: Tensor, probabilities: Tensor, widths: Sequence[int]) -> ModuleType | None:

@@ -108,12 +108,12 @@ def _expected(
     pairs = [
         expected(weight, biases[index] if biases else None, *factors, dtype) for index, weight in enumerate(weights)
     ]
-    weight, bias = pairs[0] if len(pairs) == 1 else (_joined([w for w, _ in pairs]), _joined([b for _, b in pairs]))
+    weight, bias = pairs[0] if len(pairs) == 1 else (_join([w for w, _ in pairs]), _join([b for _, b in pairs]))
     assert weight is not None
     return weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def _joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
+def _join(tensors: Sequence[Tensor | None]) -> Tensor | None:
     return None if tensors[0] is None else torch.cat(tensors)  # type: ignore[arg-type]
 
 

@@ -12,12 +12,11 @@ numbers a token and a width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weft.elastic.ops.dispatch import norm_kernels
@@ -38,8 +37,6 @@ def mixed_norm(
     """
     fused = norm_kernels(x, weight, probabilities, widths)
     run: Any = _SegmentedNorm.apply if fused is None else fused.mixed_norm
-    if by_chunks(x, weight, probabilities, widths):
-        run = chunked_norm
     out: Tensor = run(x, weight, bias, probabilities, tuple(widths), eps, centred)
     return out
 
@@ -56,12 +53,12 @@ class _SegmentedNorm(torch.autograd.Function):
         eps: float,
         centred: bool,
     ) -> Tensor:
-        rows, weights, shifts, likely = _accurate(x.reshape(-1, x.shape[-1]), weight, bias, probabilities)
+        rows, weights, shifts, probs = _accurate(x.reshape(-1, x.shape[-1]), weight, bias, probabilities)
         lengths = [end - start for start, end in zip((0, *widths[:-1]), widths, strict=True)]
         mean, rstd = _statistics(_cut(rows, lengths), widths, lengths, eps, centred)
         ctx.save_for_backward(x, weight, bias, probabilities, mean, rstd)
         ctx.widths, ctx.lengths = widths, lengths
-        scale, shift, inside = _coefficients(likely, mean, rstd)
+        scale, shift, inside = _coefficients(probs, mean, rstd)
         out = torch.empty_like(rows)
         segments = _cut(out, lengths)
         # Two passes and not one addcmul: on a CPU that is slower than both.
@@ -82,15 +79,15 @@ class _SegmentedNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight, bias, probabilities, mean, rstd = ctx.saved_tensors
         wants, widths, lengths = ctx.needs_input_grad, ctx.widths, ctx.lengths
-        rows, weights, shifts, likely = _accurate(x.reshape(-1, x.shape[-1]), weight, bias, probabilities)
+        rows, weights, shifts, probs = _accurate(x.reshape(-1, x.shape[-1]), weight, bias, probabilities)
         dy = gradient.reshape(rows.shape).to(rows.dtype)
-        scale, shift, inside = _coefficients(likely, mean, rstd)
+        scale, shift, inside = _coefficients(probs, mean, rstd)
         product = dy * rows
         dx = dw = db = dq = dshift = None
         # What the statistics of a width are asked for: sums over its features, by way of the segments.
-        dscale = inner = _cumulated(_sums(product, weights, lengths))
+        dscale = inner = _cumulate(_sums(product, weights, lengths))
         if shift is not None:
-            dshift = _cumulated(_sums(dy, weights, lengths).neg_())
+            dshift = _cumulate(_sums(dy, weights, lengths).neg_())
             inner = torch.addcmul(dscale, mean, dshift)
         if wants[1]:
             dw = _sums_over_tokens(product, scale, lengths)
@@ -103,13 +100,13 @@ class _SegmentedNorm(torch.autograd.Function):
         if wants[3]:
             dq = (rstd * inner).sum(1)
             if total is not None:
-                dq = dq + _cumulated(_sums(total[None], shifts, lengths))[:, 0]
+                dq = dq + _cumulate(_sums(total[None], shifts, lengths))[:, 0]
             dq = dq.to(probabilities.dtype)
         if wants[0]:
-            likely = likely[:, None] * rstd
+            probs = probs[:, None] * rstd
             # dvar_k = -1/2 rstd_k^3 * q_k * inner_k; x enters the variance as 2 (x - mean_k) / e_k.
-            slope = _over(-likely * rstd.square() * inner, widths)
-            level = None if dshift is None else _remaining(_over(likely * dshift, widths) - slope * mean)
+            slope = _over(-probs * rstd.square() * inner, widths)
+            level = None if dshift is None else _remaining(_over(probs * dshift, widths) - slope * mean)
             dx, direct = torch.empty_like(rows), torch.mul(dy, weights, out=product)
             segments = _cut(dx, lengths)
             for part, into, factor in zip(_cut(rows, lengths), segments, _columns(_remaining(slope)), strict=True):
@@ -154,8 +151,8 @@ def _statistics(
     for part, width, length in zip(parts, widths, lengths, strict=True):
         share = length / width
         mean = part.mean(1) if centred else None
-        apart = part if mean is None else part - mean[:, None]  # torch.var_mean takes ten times as long on a CPU
-        variance = torch.linalg.vector_norm(apart, dim=1).square_().div_(length)
+        centred_part = part if mean is None else part - mean[:, None]  # torch.var_mean takes ten times as long on a CPU
+        variance = torch.linalg.vector_norm(centred_part, dim=1).square_().div_(length)
         if variances:
             variance = torch.lerp(variances[-1], variance, share)
             if mean is not None:
@@ -168,11 +165,11 @@ def _statistics(
     return torch.stack(means) if means else None, torch.stack(variances).add_(eps).rsqrt_()
 
 
-def _coefficients(likely: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+def _coefficients(probs: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
     """A and C, segments x tokens, and u."""
-    each = likely[:, None] * rstd
+    each = probs[:, None] * rstd
     shift = None if mean is None else _remaining(each * mean)
-    return _remaining(each), shift, _remaining(likely.clone())
+    return _remaining(each), shift, _remaining(probs.clone())
 
 
 def _columns(values: Tensor) -> Sequence[Tensor]:
@@ -191,7 +188,7 @@ def _remaining(values: Tensor) -> Tensor:
     return values
 
 
-def _cumulated(values: Tensor) -> Tensor:
+def _cumulate(values: Tensor) -> Tensor:
     """Each row becomes the sum of itself and those before it."""
     rows = values.unbind(0)
     for behind, before in zip(rows[1:], rows[:-1], strict=True):
@@ -209,173 +206,3 @@ def _over(values: Tensor, sizes: Sequence[int]) -> Tensor:
 def _by_feature(values: Tensor, lengths: Sequence[int]) -> Tensor:
     """One number a segment, spread over its features."""
     return torch.cat([value.expand(length) for value, length in zip(values.unbind(0), lengths, strict=True)])
-
-
-# The expectation of a norm under a mixture of widths on a CPU, over chunks of the tokens.
-#
-# ``_SegmentedNorm`` goes over the segments one by one. Here, the features that all widths have are one part, with one
-# factor and one level a token for all widths together, and those behind the first width are the other part: numbers by
-# token and width, times zeros and ones for the features of each width. So many widths take no more operations than few,
-# and a chunk stays in the cache. Nothing as large as a chunk is allocated beside the results, since the pages of a new
-# tensor cost more than a pass over it.
-#
-# Measured on one thread of an EPYC, for three widths: .53 to .81 of the time of ``_SegmentedNorm``
-# (benchmarks/results/elastic-norm-chunks.json), but 1.4 where the first width is a tenth of the last.
-
-_MOST_WIDTHS = 32
-_MOST_GROWTH = 16  # of the last width over the first: so much is lost of the accuracy of a variance, at worst
-_CHUNK = 1 << 19  # entries: fewer are bound by the calls of operations, more by the memory
-
-
-def by_chunks(x: Tensor, weight: Tensor, probabilities: Tensor, widths: Sequence[int]) -> bool:
-    """Whether ``chunked_norm`` can be used.
-
-    It takes plain tensors of one dtype of at least single precision on a CPU, and few widths that are not far apart.
-    """
-    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
-        return False
-    if len(widths) > _MOST_WIDTHS or widths[-1] > _MOST_GROWTH * widths[0]:
-        return False
-    return all(type(held) in (Tensor, nn.Parameter) and held.dtype == x.dtype for held in (x, weight, probabilities))
-
-
-def chunked_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    probabilities: Tensor,
-    widths: tuple[int, ...],
-    eps: float,
-    centred: bool = True,
-) -> Tensor:
-    """As ``mixed_norm``, for tensors that ``by_chunks`` accepts."""
-    out: Tensor = _ChunkedNorm.apply(x, weight, bias, probabilities, widths, eps, centred)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _ChunkedNorm(torch.autograd.Function):
-    # Matrix products are written into what is there: autocast leaves those alone.
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        probabilities: Tensor,
-        widths: tuple[int, ...],
-        eps: float,
-        centred: bool,
-    ) -> Tensor:
-        rows, common, likely = x.reshape(-1, x.shape[-1]), widths[0], probabilities[:, None]
-        inside, behind, sizes = _tables(widths, x.dtype)
-        levels = None if bias is None else torch.mv(inside, probabilities).mul_(bias)
-        out, rstd = torch.empty_like(rows), rows.new_empty(len(widths), len(rows))
-        mean = torch.empty_like(rstd) if centred else None
-        for values, into, scale, centre in _chunks((rows, out), (rstd, mean)):
-            one, rest, step = values[:, :common], values[:, common:], None
-            first, last = into[:, :common], into[:, common:]
-            if centre is not None:
-                torch.mm(behind, rest.t(), out=centre).add_(one.sum(1)).div_(sizes)
-                nearest = centre[:1]
-                step = centre - nearest
-                torch.sub(values, nearest.t(), out=into)
-                one, rest = first, last
-            # About the mean of the first width: squares of the others' distance from it are no more than e_k / e_1 - 1
-            # of their variance, so taking them away is safe.
-            spare = rest * rest
-            torch.mm(behind, spare.t(), out=scale).add_(torch.linalg.vector_norm(one, dim=1).square_()).div_(sizes)
-            if step is not None:
-                scale.addcmul_(step, step, value=-1).clamp_min_(0)
-            each = scale.add_(eps).rsqrt_() * likely
-            torch.mul(one, _column(each), out=first)
-            torch.mul(rest, torch.mm(each.t(), behind, out=spare), out=last)
-            if step is not None:
-                first.sub_(_column(step.mul_(each)))
-                last.addmm_(step.t(), behind, alpha=-1)
-            if levels is None:
-                into.mul_(weight)
-            else:
-                torch.addcmul(levels, into, weight, out=into)
-        ctx.save_for_backward(x, weight, bias, probabilities, mean, rstd)
-        ctx.widths = widths
-        return out.view(x.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight, bias, probabilities, mean, rstd = ctx.saved_tensors
-        wants, widths = ctx.needs_input_grad, ctx.widths
-        rows, dys = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, x.shape[-1])
-        common, likely = widths[0], probabilities[:, None]
-        inside, behind, sizes = _tables(widths, x.dtype)
-        weights, weights_behind = weight[:common], weight[common:] * behind
-        dx, dw, by_width = torch.empty_like(rows), torch.zeros_like(weights), torch.zeros_like(behind)
-        total, dq = torch.zeros_like(weight), torch.zeros_like(probabilities)
-        for values, dy, into, scale, centre in _chunks((rows, dys, dx), (rstd, mean)):
-            one, rest, first, last = values[:, :common], values[:, common:], into[:, :common], into[:, common:]
-            d_one, d_rest = dy[:, :common], dy[:, common:]
-            each = scale * likely
-            factor, pull = _column(each), None
-            torch.mul(dy, values, out=into)
-            inner = torch.mm(weights_behind, last.t(), out=torch.empty_like(each)).add_(torch.mv(first, weights))
-            if centre is not None:
-                pull = torch.mm(weights_behind, d_rest.t(), out=torch.empty_like(each)).add_(torch.mv(d_one, weights))
-                inner.addcmul_(centre, pull, value=-1)
-            if wants[1]:
-                dw.addmv_(first.t(), factor[:, 0])
-                by_width.addmm_(each, last)
-                if centre is not None:
-                    shift = each * centre
-                    dw.addmv_(d_one.t(), shift.sum(0), alpha=-1)
-                    by_width.addmm_(shift, d_rest, alpha=-1)
-            if bias is not None:
-                total += dy.sum(0)
-            dq += inner.mul_(scale).sum(1)
-            if wants[0]:
-                torch.mul(dy, weight, out=into)
-                first.mul_(factor)
-                spare = torch.mm(each.t(), behind, out=torch.empty_like(rest))
-                last.mul_(spare)
-                slope = inner.mul_(each.div_(sizes)).mul_(scale)
-                first.addcmul_(one, _column(slope), value=-1)
-                last.addcmul_(rest, torch.mm(slope.t(), behind, out=spare), value=-1)
-                if pull is not None:
-                    level = pull.mul_(each).addcmul_(slope, centre, value=-1)
-                    first.sub_(_column(level))
-                    last.addmm_(level.t(), behind, alpha=-1)
-        dw = torch.cat([dw, by_width.mul_(behind).sum(0)])
-        db = torch.mv(inside, probabilities).mul_(total) if wants[2] else None
-        if bias is not None:
-            dq.addmv_(inside.t(), total.mul_(bias))
-        return dx.view(x.shape) if wants[0] else None, dw, db, dq, None, None, None
-
-
-def _tokens(features: int) -> int:
-    """The number of tokens in a chunk."""
-    return max(1, _CHUNK // features)
-
-
-def _chunks(rows: Sequence[Tensor], columns: Sequence[Tensor | None]) -> Iterator[Any]:
-    """The parts of what has a row or a column for each token."""
-    number, features = rows[0].shape
-    most = _tokens(features)
-    if number <= most:
-        yield (*rows, *columns)
-        return
-    for start in range(0, number, most):
-        end = start + most
-        yield (*(one[start:end] for one in rows), *(None if one is None else one[:, start:end] for one in columns))
-
-
-def _column(values: Tensor) -> Tensor:
-    """The sum over the widths, a column beside the tokens."""
-    return values.sum(0).unsqueeze(1)
-
-
-@cache
-def _tables(widths: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros and ones, features x widths, for what is inside; widths x features behind the first; widths, a column."""
-    sizes = torch.tensor(widths)
-    inside = (torch.arange(widths[-1])[:, None] < sizes).to(dtype)
-    return inside, inside[widths[0] :].t().contiguous(), sizes[:, None].to(dtype)

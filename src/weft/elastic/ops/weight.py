@@ -56,16 +56,16 @@ def expected(
     with exactly(weight.device.type):
         if fused is not None and not turned:
             return fused.expected(weight, bias, rows, columns, dtype)  # type: ignore[no-any-return]
-        likely = None if bias is None else bias * _inside(rows)
+        expected_bias = None if bias is None else bias * _inside(rows)
         if turned:
-            return expected(weight.t(), None, columns, rows, dtype)[0].t(), likely
+            return expected(weight.t(), None, columns, rows, dtype)[0].t(), expected_bias
         pieces = _pieces(weight)
         if not pieces:
-            return _mask(rows, columns).mul_(weight), likely
+            return _mask(rows, columns).mul_(weight), expected_bias
         out = torch.empty_like(weight)
         for piece in pieces:
             _mask(rows[:, piece], columns, out[piece]).mul_(weight[piece])
-    return out, likely
+    return out, expected_bias
 
 
 def gradients(

@@ -42,11 +42,11 @@ class _GraphBuilder:
     notes: list[str] = field(default_factory=list)
 
     def add(self, node: fx.Node, made: Operator, results: tuple[TensorValue, ...]) -> None:
-        place = len(self.operators)
+        op = len(self.operators)
         self.operators.append(made)
-        self.values[node.name] = (place, 0)
+        self.values[node.name] = (op, 0)
         for number, value in enumerate(results):
-            self.tensors[place, number] = value
+            self.tensors[op, number] = value
 
 
 def build(name: str, model: nn.Module, found: ExportResult) -> tuple[Graph, dict[str, tuple[int, int]], dict[str, str]]:
@@ -62,18 +62,17 @@ def build(name: str, model: nn.Module, found: ExportResult) -> tuple[Graph, dict
             if isinstance(value := node.meta.get("val", found.constants.get(node.name)), torch.Tensor):
                 _source(builder, node, value, found, trained)
         elif node.target is operator.getitem and node.args[0].name in builder.values:
-            place, _ = builder.values[node.args[0].name]
+            op, _ = builder.values[node.args[0].name]
             before = node.args[0].meta["val"][: node.args[1]]  # outputs are the results that are tensors
-            builder.values[node.name] = (place, sum(isinstance(value, torch.Tensor) for value in before))
+            builder.values[node.name] = (op, sum(isinstance(value, torch.Tensor) for value in before))
         elif node.op == "call_function":
             _call(builder, node)
         else:
-            raise PlanError(f"node '{node.name}' ({node.op}) of the program has no place in a graph")
+            raise PlanError(f"node '{node.name}' ({node.op}) of the program has no operator in a graph")
     results = [builder.values[node] for node in found.results if node in builder.values]
     graph = Graph(
         name,
         tuple(saved(reached(builder.operators, results), builder.spaces)),
-        tuple(dict.fromkeys(place for place, _ in results)),
         (*found.notes, *dict.fromkeys(builder.notes)),
     )
     return graph, builder.values, tied
@@ -150,8 +149,8 @@ def _call(builder: _GraphBuilder, node: fx.Node) -> None:
         if found.kind == UNKNOWN:
             found = replace(found, kind=CONSTANT)
     trained = any(value.gradient for value in results)
-    place = len(builder.operators)
-    builder.spaces[place] = found
+    op = len(builder.operators)
+    builder.spaces[op] = found
     entry = Operator(
         node.name,
         found.kind,
@@ -249,17 +248,17 @@ def _module(node: fx.Node) -> str:
     return ".".join(part.partition("@")[0] for part in path.split(".")).removeprefix("L['self'].")
 
 
-Place = tuple[int, int]  # an operator, and which of its outputs
+Output = tuple[int, int]  # an operator, and which of its outputs
 
 
-def reached(operators: Sequence[Operator], results: Iterable[Place]) -> list[Operator]:
+def reached(operators: Sequence[Operator], results: Iterable[Output]) -> list[Operator]:
     """The operators, without gradients for tensors that no result depends on in a way that autograd follows."""
     needed = set(results)
     found = list(operators)
-    for place in reversed(range(len(found))):
-        entry = found[place]
+    for op in reversed(range(len(found))):
+        entry = found[op]
         outputs = tuple(
-            replace(tensor, gradient=tensor.gradient and (place, number) in needed)
+            replace(tensor, gradient=tensor.gradient and (op, number) in needed)
             for number, tensor in enumerate(entry.outputs)
         )
         reads = entry.reads
@@ -267,31 +266,31 @@ def reached(operators: Sequence[Operator], results: Iterable[Place]) -> list[Ope
             reads = tuple(replace(read, tensor=replace(read.tensor, gradient=False)) for read in reads)
             entry = replace(entry, backward=0.0)
         needed.update((read.source, read.output) for read in reads if read.tensor.gradient)
-        found[place] = replace(entry, outputs=outputs, reads=reads)
+        found[op] = replace(entry, outputs=outputs, reads=reads)
     return found
 
 
 def saved(operators: Sequence[Operator], spaces: Mapping[int, IterationSpace]) -> Iterator[Operator]:
     """The operators, each with the bytes that are kept. A tensor is counted where it was made, once, however many need
     it; a view keeps what it looks at. Parameters, inputs and constants (which have no space) are there anyway."""
-    roots: dict[Place, Place] = {}
-    kept: set[Place] = set()
-    for place, entry in enumerate(operators):
+    roots: dict[Output, Output] = {}
+    kept: set[Output] = set()
+    for op, entry in enumerate(operators):
         sources = [roots[read.source, read.output] for read in entry.reads]
-        space = spaces.get(place)
+        space = spaces.get(op)
         for number in range(len(entry.outputs)):
             if space is not None and space.kind == "view" and sources:
-                roots[place, number] = sources[number if len(sources) == len(entry.outputs) else 0]
+                roots[op, number] = sources[number if len(sources) == len(entry.outputs) else 0]
             else:
-                roots[place, number] = (place, number)
+                roots[op, number] = (op, number)
         if space is not None and any(tensor.gradient for tensor in entry.outputs):
             kept.update(sources[number] for number in space.saved_operands)
-            kept.update(roots[place, number] for number in space.saved_results)
-    for place, entry in enumerate(operators):
-        space = spaces.get(place)
+            kept.update(roots[op, number] for number in space.saved_results)
+    for op, entry in enumerate(operators):
+        space = spaces.get(op)
         if space is None:
             yield entry
             continue
-        own = sum(tensor.bytes for number, tensor in enumerate(entry.outputs) if (place, number) in kept)
+        own = sum(tensor.bytes for number, tensor in enumerate(entry.outputs) if (op, number) in kept)
         extra = space.extra if any(tensor.gradient for tensor in entry.outputs) else 0.0
         yield replace(entry, saved=float(own + extra))

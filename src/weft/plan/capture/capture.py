@@ -19,9 +19,9 @@ class CapturedModel:
     """A graph and its program. Operators have the names of the program's nodes, and their reads are in the order in
     which a node's arguments name tensors.
 
-    ``places``: node -> operator. ``values``: node that holds a tensor -> (operator, which of its outputs); a
+    ``op_index``: node -> operator. ``values``: node that holds a tensor -> (operator, which of its outputs); a
     ``getitem`` is here only. ``parameters``, ``buffers``: placeholder -> name in the model; ``tied``: placeholder that
-    is not used -> the one that is, for a parameter with two names; ``inputs``: placeholder -> place or key in the
+    is not used -> the one that is, for a parameter with two names; ``inputs``: placeholder -> position or key in the
     batch; ``constants``: placeholder -> tensor. ``results``: nodes that the model returns; ``mutated``: node -> the
     buffer whose next value it is. ``model``, ``batch`` and ``loss`` are what was captured. The program names the device
     it was captured on in operators that make tensors."""
@@ -29,7 +29,7 @@ class CapturedModel:
     graph: Graph
     program: torch.export.ExportedProgram
     method: str
-    places: Mapping[str, int]
+    op_index: Mapping[str, int]
     values: Mapping[str, tuple[int, int]]
     parameters: Mapping[str, str]
     buffers: Mapping[str, str]
@@ -54,12 +54,12 @@ def capture(model: nn.Module, batch: Batch, *, loss: Loss | None = None, name: s
     named = NamedBatch.of(batch, model)
     found = export_program(model, named, loss)
     graph, values, tied = build(name or type(model).__name__, model, found)
-    places = {entry.name: place for place, entry in enumerate(graph.operators)}
+    op_index = {entry.name: op for op, entry in enumerate(graph.operators)}
     return CapturedModel(
         graph,
         found.program,
         found.method,
-        places,
+        op_index,
         values,
         found.parameters,
         found.buffers,

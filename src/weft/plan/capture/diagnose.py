@@ -26,12 +26,12 @@ def diagnose(problem: BaseException) -> str:
     if missing := _missing(problem):
         name, function = missing
         return f"'{name}' is None where {function} needs a tensor ({first}){at}: give it in the batch"
-    if is_branch(problem):
+    if _is_branch(problem):
         return f"it decides by the values of tensors (data-dependent control flow){named}{at or ': ' + first}"
     return f"{first} ({type(problem).__name__}{named}){at}"
 
 
-def is_branch(problem: BaseException) -> bool:
+def _is_branch(problem: BaseException) -> bool:
     """Whether tracing failed because the model decides by the values of tensors."""
     text = str(problem)
     kinds = {"GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"}

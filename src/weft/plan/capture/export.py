@@ -36,7 +36,7 @@ class NamedBatch:
 
     given: Batch
     tensors: Mapping[str, Tensor]
-    keys: Mapping[str, int | str]  # the place of each tensor in a tuple, or its key
+    keys: Mapping[str, int | str]  # the position of each tensor in a tuple, or its key
 
     @classmethod
     def of(cls, batch: Batch, model: nn.Module) -> NamedBatch:
@@ -70,7 +70,7 @@ class NamedBatch:
             return found[0]
         if isinstance(self.given, Mapping):
             return {key: found.get(key, value) for key, value in self.given.items()}
-        return tuple(found.get(place, value) for place, value in enumerate(self.given))
+        return tuple(found.get(index, value) for index, value in enumerate(self.given))
 
 
 def _copy(value: Tensor, device: torch.device) -> Tensor:
@@ -92,7 +92,7 @@ class ExportResult:
     parameters: Mapping[str, str]  # placeholder -> name in the model
     buffers: Mapping[str, str]
     constants: Mapping[str, Tensor]
-    inputs: Mapping[str, int | str]  # placeholder -> place or key in the batch
+    inputs: Mapping[str, int | str]  # placeholder -> position or key in the batch
     results: tuple[str, ...]  # the tensors that the model returns
     mutated: Mapping[str, str]  # node -> the buffer that it becomes the new value of
     notes: tuple[str, ...] = ()
@@ -165,7 +165,7 @@ def _export_deterministic(model: nn.Module, named: NamedBatch) -> ExportResult:
 
 METHODS: Mapping[str, Callable[[nn.Module, NamedBatch], ExportResult]] = {
     "export": _export,
-    "export of a settled model": _export_deterministic,
+    "deterministic export": _export_deterministic,
 }
 
 

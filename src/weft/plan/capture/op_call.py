@@ -44,7 +44,7 @@ class TensorValue:
 
 @dataclass(frozen=True, slots=True)
 class TensorArgument:
-    """A tensor argument: the place among the call's operands, and the tensor."""
+    """A tensor argument: the position among the call's operands, and the tensor."""
 
     number: int
     value: TensorValue
@@ -147,12 +147,12 @@ def iteration_space(
                 parts[name] = math.gcd(parts.get(name, 0), size)
     for name, limit in (max_parts or {}).items():
         parts[name] = math.gcd(parts.get(name, 0), limit)
-    places = {name: place for place, name in enumerate(sizes)}
+    numbers = {name: number for number, name in enumerate(sizes)}
     return IterationSpace(
         kind,
         tuple(Dim(name, size, 1 if name in unsplittable else max(parts[name], 1)) for name, size in sizes.items()),
-        tuple(tuple(None if name is None else places[name] for name in labels) for labels in reads),
-        tuple(tuple(None if name is None else places[name] for name in labels) for labels in results),
+        tuple(tuple(None if name is None else numbers[name] for name in labels) for labels in reads),
+        tuple(tuple(None if name is None else numbers[name] for name in labels) for labels in results),
         flops,
         sum(value.bytes for value in (*call.operands, *call.results)) if moved is None else moved,
         backward,

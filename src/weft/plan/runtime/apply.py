@@ -7,13 +7,13 @@ planner captures one micro-batch by itself, and the plan's splits are transferre
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.errors import PlanError
@@ -51,7 +51,7 @@ def parallelize(
     stage: Sequence[int | None] | None = None,
     options: StepOptions | None = None,
     *,
-    weights: nn.Module | Mapping[str, Tensor] | None = None,
+    weights: nn.Module,
     mesh: DeviceMesh | None = None,
     timeout: float = 300.0,
 ) -> ParallelModule:
@@ -59,10 +59,9 @@ def parallelize(
     says where each of its operators runs, if not all in one stage.
 
     Device d of stage s, counted along the strategy's mesh, is process s * devices + d, or as a ``mesh`` says that has
-    the stages as its first axis. Values are those of ``weights`` (a model like the captured one, or its state), else
-    those that the model was captured with; those of a parameter come from the first process of the first stage that
-    holds it. A process that does not answer for ``timeout`` seconds is taken for lost. Raises PlanError where the
-    strategy cannot be run.
+    the stages as its first axis. Values are those of ``weights``, a model like the captured one; those of a parameter
+    come from the first process of the first stage that holds it. A process that does not answer for ``timeout`` seconds
+    is taken for lost. Raises PlanError where the strategy cannot be run.
     """
     options, stage = options or StepOptions(), stage or [0] * len(captured.graph)
     if wrong := unsupported_operators(captured, strategy):
@@ -72,7 +71,7 @@ def parallelize(
     whole_steps = max(each or 0 for each in stage) > 0 or options.microbatches > 1
     stage_graph = StageGraph.of(program, strategy, stage, whole_steps)
     ranks = _ranks(len(stage_graph.sections), strategy, mesh)
-    kind = mesh.device_type if mesh is not None else _device_type(weights)
+    kind = next((each.device.type for each in weights.parameters()), "cpu") if mesh is None else mesh.device_type
     tied = _tied(program, stage_graph, weights)
     with name_lost_peer(lambda: "the start"):
         grid = ProcessGrid.of(ranks, strategy.mesh, kind, tied.values(), timedelta(seconds=timeout))
@@ -100,14 +99,7 @@ def _ranks(stages: int, strategy: ShardingStrategy, mesh: DeviceMesh | None) -> 
     return torch.arange(stages * devices).reshape(stages, devices)
 
 
-def _device_type(weights: nn.Module | Mapping[str, Tensor] | None) -> str:
-    tensors = weights.parameters() if isinstance(weights, nn.Module) else (weights or {}).values()
-    return next((tensor.device.type for tensor in tensors), "cpu")
-
-
-def _tied(
-    program: CapturedProgram, stage_graph: StageGraph, weights: nn.Module | Mapping[str, Tensor] | None
-) -> dict[ValueRef, Stages]:
+def _tied(program: CapturedProgram, stage_graph: StageGraph, weights: nn.Module) -> dict[ValueRef, Stages]:
     """The parameters that several stages hold, with these stages."""
     holders: dict[ValueRef, set[int]] = {}
     for value, owner in storage_owners(program, weights).items():
@@ -139,8 +131,8 @@ def transfer_splits(
     """The split and the stage of each operator of ``found``. Operators through which gradients flow must be those of
     the plan in its order, else PlanError; others are found by their names, and have no stage where the plan lacks
     them."""
-    ours = [place for place, each in enumerate(found.operators) if _learns(each)]
-    theirs = [place for place, each in enumerate(planned.operators) if _learns(each)]
+    ours = [op for op, each in enumerate(found.operators) if _learns(each)]
+    theirs = [op for op, each in enumerate(planned.operators) if _learns(each)]
     for own, other in zip(ours, theirs, strict=False):
         _refuse_other(found.operators[own], planned.operators[other])
     if len(ours) != len(theirs):
@@ -149,12 +141,12 @@ def transfer_splits(
             "plan with microbatches=1, or with micro-batches of more samples"
         )
     pairs = dict(zip(ours, theirs, strict=True))
-    named = {(each.name, each.target): place for place, each in enumerate(planned.operators) if not _learns(each)}
+    named = {(each.name, each.target): op for op, each in enumerate(planned.operators) if not _learns(each)}
     whole: OpSplit = (REPLICATED,) * len(mesh.sizes)
     new: list[OpSplit] = []
     stages: list[int | None] = []
-    for place, operator in enumerate(found.operators):
-        old = pairs.get(place, named.get((operator.name, operator.target)))
+    for op, operator in enumerate(found.operators):
+        old = pairs.get(op, named.get((operator.name, operator.target)))
         stages.append(None if old is None else stage[old])
         new.append(whole if old is None else _split(planned.operators[old], operator, splits[old], mesh))
     return tuple(new), tuple(stages)
@@ -175,7 +167,7 @@ def _refuse_other(own: Operator, other: Operator) -> None:
 def _split(old: Operator, new: Operator, split: OpSplit, mesh: Mesh) -> OpSplit:
     """The split of the same axes; a mesh axis that cannot cut them is left out."""
     if [dim.name for dim in old.dims] != [dim.name for dim in new.dims]:
-        split = tuple(_dim(old, new, place) if place >= 0 else place for place in split)
+        split = tuple(_dim(old, new, dim) if dim >= 0 else dim for dim in split)
     for axis in reversed(range(len(split))):
         if invalid_split(new, split, mesh) is None:
             break
@@ -183,13 +175,13 @@ def _split(old: Operator, new: Operator, split: OpSplit, mesh: Mesh) -> OpSplit:
     return split
 
 
-def _dim(old: Operator, new: Operator, place: int) -> int:
+def _dim(old: Operator, new: Operator, dim: int) -> int:
     """The dimension that cuts the same axis of a tensor."""
     before = (*old.outputs, *(read.tensor for read in old.reads))
     after = (*new.outputs, *(read.tensor for read in new.reads))
     for mine, other in zip(before, after, strict=False):
-        if place in mine.dims and len(mine.dims) == len(other.dims):
-            found = other.dims[mine.dims.index(place)]
+        if dim in mine.dims and len(mine.dims) == len(other.dims):
+            found = other.dims[mine.dims.index(dim)]
             if found is not None:
                 return found
     return REPLICATED

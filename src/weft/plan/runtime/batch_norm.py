@@ -19,8 +19,8 @@ def _batch_norm(call: ShardedCall) -> LocalKernel:
     image = call.argument("input").tensor
     axes = tuple(
         axis
-        for axis, (place, size) in enumerate(zip(call.split, call.mesh.sizes, strict=True))
-        if place >= 0 and size > 1 and place != image.dims[1]
+        for axis, (dim, size) in enumerate(zip(call.split, call.mesh.sizes, strict=True))
+        if dim >= 0 and size > 1 and dim != image.dims[1]
     )
     training = call.argument("training") if call.has("training") else not call.name.endswith("_no_training")
     if not axes or not training:
@@ -40,7 +40,7 @@ def _batch_norm(call: ShardedCall) -> LocalKernel:
             count,
             x,
             (args[at["weight"]], args[at["bias"]]),
-            [args[place] for place in running],
+            [args[index] for index in running],
             args[at["momentum"]],
             args[at["eps"]],
         )

@@ -42,7 +42,7 @@ def unsupported(
 
 
 def unsupported_operators(captured: CapturedModel, strategy: ShardingStrategy) -> list[str]:
-    """The reasons that lie in single operators, one for each that cannot be run."""
+    """A reason for each operator that cannot be run."""
     graph, mesh = captured.graph, strategy.mesh
     if any(size < 1 for size in mesh.sizes):
         return [f"a mesh of {mesh} has an axis without devices"]
@@ -58,8 +58,8 @@ def unsupported_operators(captured: CapturedModel, strategy: ShardingStrategy) -
     try:
         program = CapturedProgram(captured)
         seen: dict[str, str | None] = {}
-        for place, node in program.calls():
-            call = program.call(place, node, strategy.splits[place], mesh)
+        for op, node in program.calls():
+            call = program.call(op, node, strategy.splits[op], mesh)
             if reason := _cannot_shard(call, seen):
                 found.append(f"operator '{call.operator.name}' ({call.operator.target}): {reason}")
     except PlanError as problem:
@@ -71,21 +71,21 @@ def invalid_split(operator: Operator, split: OpSplit, mesh: Mesh) -> str | None:
     """Why a split is none of this operator on this mesh."""
     if len(split) != len(mesh.sizes):
         return f"the split {split} has {len(split)} entries for the {len(mesh.sizes)} axes of the mesh {mesh}"
-    for place in set(split):
-        if place < 0:
+    for dim in set(split):
+        if dim < 0:
             continue
-        if place >= len(operator.dims):
-            return f"the split {split} names dimension {place} of {len(operator.dims)}"
+        if dim >= len(operator.dims):
+            return f"the split {split} names dimension {dim} of {len(operator.dims)}"
         parts = 1
         for size, each in zip(mesh.sizes, split, strict=True):
-            parts *= size if each == place else 1
-        dim = operator.dims[place]
-        if dim.parts % parts:
-            return f"'{dim.name}' cannot be split into {parts} equal parts, whose number must divide {dim.parts}"
+            parts *= size if each == dim else 1
+        named = operator.dims[dim]
+        if named.parts % parts:
+            return f"'{named.name}' cannot be split into {parts} equal parts, whose number must divide {named.parts}"
         for tensor in (*(read.tensor for read in operator.reads), *operator.outputs):
             for size, has in zip(tensor.shape, tensor.dims, strict=True):
-                if has == place and size % parts:
-                    return f"an axis of {size} cannot be cut into {parts} equal parts along '{dim.name}'"
+                if has == dim and size % parts:
+                    return f"an axis of {size} cannot be cut into {parts} equal parts along '{named.name}'"
     return None
 
 
@@ -129,7 +129,7 @@ def _wrong_shape(call: ShardedCall, made: LocalKernel) -> str | None:
 
 
 def _fingerprint(call: ShardedCall, made: LocalKernel) -> str:
-    """All that the shapes of a part depend on, so that equal layers are looked at once."""
+    """All that the shapes of a part depend on, so that equal layers are checked once."""
     shapes = [
         (local_shape(each.tensor.shape, call.operand_placements(each), call.mesh), str(each.dtype))
         for each in operands([made.args, made.kwargs])

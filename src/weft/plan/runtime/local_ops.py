@@ -45,9 +45,9 @@ def _with_share(call: ShardedCall, bias: str, made: LocalKernel) -> LocalKernel:
     )
 
 
-def _shared(run: Kernel, place: int, share: float) -> Kernel:
+def _shared(run: Kernel, index: int, share: float) -> Kernel:
     def shared(collectives: MeshCollectives, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        args[place] = args[place] * share
+        args[index] = args[index] * share
         return run(collectives, args, kwargs)
 
     return shared
@@ -225,6 +225,6 @@ def _refuse_mutation(call: ShardedCall) -> None:
 def _refuse_torn_operands(call: ShardedCall) -> None:
     """A split cuts an operand along one axis for each dimension; a tensor that has it twice cannot be cut so."""
     for tensor in (*(found.tensor for found in operands([call.args, call.kwargs])), *call.operator.outputs):
-        for place in set(call.split):
-            if place >= 0 and tensor.dims.count(place) > 1 and call.parts(place) > 1:
-                raise CannotShard(f"'{call.operator.dims[place].name}' cuts two axes of one tensor")
+        for dim in set(call.split):
+            if dim >= 0 and tensor.dims.count(dim) > 1 and call.parts(dim) > 1:
+                raise CannotShard(f"'{call.operator.dims[dim].name}' cuts two axes of one tensor")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from weft.plan.graph import parameter_views
+from weft.plan.graph import parameter_values
 from weft.plan.runtime.local_ops import local_kernel
 from weft.plan.runtime.program import (
     CapturedProgram,
@@ -21,6 +21,7 @@ from weft.plan.runtime.program import (
     ShardedCall,
     ValueRef,
     fill_operands,
+    leaves,
     operands,
 )
 from weft.plan.runtime.random_ops import is_random, skip_draw
@@ -31,7 +32,7 @@ from weft.plan.runtime.redistribute import (
     redistribute,
     redistribution_steps,
 )
-from weft.plan.sharding import PARTIAL, REPLICATED, Mesh, Placements, ShardingStrategy, gradient_placements
+from weft.plan.sharding import REPLICATED, Mesh, Placements, ShardingStrategy, gradient_placements, without_partials
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,8 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class Redistribute:
-    """Brings a value to how readers want it: one target for each way that their gradients lie. With ``reshard``, what
-    the backward needs of it is redistributed once more instead of being kept."""
+    """Brings a value to the placements that readers want: one target for each of their gradients' placements. With
+    ``reshard``, what the backward needs of it is redistributed once more instead of being kept."""
 
     source: int
     steps: CollectiveSteps
@@ -77,7 +78,7 @@ class Compute:
 
     @property
     def reads(self) -> Iterable[int]:
-        return [register.number for register in _registers([self.args, self.kwargs])]
+        return [register.number for register in leaves([self.args, self.kwargs], Register)]
 
     def run(self, registers: list[Any], collectives: MeshCollectives) -> None:
         out = self.compute(collectives, _read(self.args, registers), _read(self.kwargs, registers))
@@ -109,35 +110,33 @@ def lower(
     keep_sharded: Collection[ValueRef] = (),
     only: Collection[int] | None = None,
 ) -> LocalProgram:
-    """The instructions from the inputs, which lie as said, to the results: those in ``keep_sharded`` are split or whole
-    as they come out (never partial sums), all others whole on every device. With ``only``, the operators at these
-    places alone are computed; of the others, the random ones are drawn and thrown away, so that the generator goes on
-    as if they were. Of a parameter that is gathered, or a view of one, this device's part alone is kept for the
+    """The instructions from the inputs, whose placements are given, to the results: those in ``keep_sharded`` are split
+    or whole as they come out (never partial sums), all others whole on every device. With ``only``, these operators
+    alone are computed; of the others, the random ones are drawn and thrown away, so that the generator goes on as if
+    they were. Of a parameter that is gathered, or a view or cast of one, this device's part alone is kept for the
     backward."""
     mesh = strategy.mesh
     whole: Placements = (REPLICATED,) * len(mesh.sizes)
-    calls = [(place, captured.call(place, node, strategy.splits[place], mesh)) for place, node in captured.calls()]
-    made = [(place, call, local_kernel(call)) for place, call in calls if only is None or place in only]
-    layouts = dict(inputs)
-    for place, call, how in made:
+    calls = [(op, captured.call(op, node, strategy.splits[op], mesh)) for op, node in captured.calls()]
+    made = [(op, call, local_kernel(call)) for op, call in calls if only is None or op in only]
+    placements = dict(inputs)
+    for op, call, how in made:
         for output in range(len(call.operator.outputs)):
-            layouts[ValueRef(place, output)] = resolve_partials(call.result_placements(output), output in how.whole)
-    requested: dict[tuple[ValueRef, Placements], list[Placements]] = {}  # to the ways in which gradients come back
+            found = call.result_placements(output)
+            placements[ValueRef(op, output)] = without_partials(found) if output in how.whole else found
+    requested: dict[tuple[ValueRef, Placements], list[Placements]] = {}  # to the placements of the gradients
     for _, call, how in made:
         for operand in operands([how.args, how.kwargs]):
             _request(requested, ValueRef(operand.source, operand.output), *_operand_request(call, operand))
-    ends = {
-        value: resolve_partials(layouts[value], value in keep_sharded) if value in keep_sharded else whole
-        for value in results
-    }
+    ends = {value: without_partials(placements[value]) if value in keep_sharded else whole for value in results}
     for value, wanted in ends.items():
         _request(requested, value, wanted, wanted)
-    lowering = _Lowering(mesh, layouts, requested, parameter_views(captured.graph))
+    lowering = _Lowering(mesh, placements, requested, parameter_values(captured.graph))
     begin = {value: lowering.register(value) for value in inputs}
-    ours = {place: (call, how) for place, call, how in made}
-    for place, call in calls:
-        if place in ours:
-            lowering.compute(place, *ours[place])
+    ours = {op: (call, how) for op, call, how in made}
+    for op, call in calls:
+        if op in ours:
+            lowering.compute(op, *ours[op])
         elif is_random(call):
             lowering.instructions.append(Compute(f"{call.operator.name} elsewhere", skip_draw(call), [], {}, ()))
     final = {value: lowering.fetch(value, wanted, wanted) for value, wanted in ends.items()}
@@ -150,21 +149,14 @@ def lower(
 def resolved_placements(
     captured: CapturedProgram, strategy: ShardingStrategy, values: Collection[ValueRef]
 ) -> dict[ValueRef, Placements]:
-    """How some values come to lie, with their partial sums added up."""
+    """The placements of some values, with their partial sums added up."""
     found: dict[ValueRef, Placements] = {}
-    for place, node in captured.calls():
+    for op, node in captured.calls():
         for value in values:
-            if value.source == place:
-                found[value] = resolve_partials(
-                    captured.call(place, node, strategy.splits[place], strategy.mesh).result_placements(value.output),
-                    True,
-                )
+            if value.source == op:
+                call = captured.call(op, node, strategy.splits[op], strategy.mesh)
+                found[value] = without_partials(call.result_placements(value.output))
     return found
-
-
-def resolve_partials(placements: Placements, whole: bool) -> Placements:
-    """The placements, with ``whole`` those after partial sums were added up."""
-    return tuple(REPLICATED if whole and place == PARTIAL else place for place in placements)
 
 
 def _operand_request(call: ShardedCall, operand: Operand) -> tuple[Placements, Placements]:
@@ -188,11 +180,11 @@ class _Lowering:
     def __init__(
         self,
         mesh: Mesh,
-        layouts: Mapping[ValueRef, Placements],
+        placements: Mapping[ValueRef, Placements],
         requested: Mapping[tuple[ValueRef, Placements], list[Placements]],
         reshard: frozenset[int],
     ) -> None:
-        self.mesh, self.layouts, self.requested, self.reshard = mesh, layouts, requested, reshard
+        self.mesh, self.placements, self.requested, self.reshard = mesh, placements, requested, reshard
         self.instructions: list[Instruction] = []
         self.count = 0
         self._registers: dict[ValueRef, int] = {}
@@ -207,11 +199,11 @@ class _Lowering:
         """The register of a value as a reader wants it."""
         key = (value, wanted)
         if key not in self._fetched:
-            held = self.layouts[value]
+            held = self.placements[value]
             # The gradient of a partial sum is that of the sum: whole where the value is partial.
-            home = resolve_partials(held, True)
+            grad_target = without_partials(held)
             steps = redistribution_steps(held, wanted, self.mesh)
-            grad_steps = {each: redistribution_steps(each, home, self.mesh) for each in self.requested[key]}
+            grad_steps = {each: redistribution_steps(each, grad_target, self.mesh) for each in self.requested[key]}
             if not steps and not any(grad_steps.values()):
                 self._fetched[key] = dict.fromkeys(grad_steps, self.register(value))
             else:
@@ -227,12 +219,12 @@ class _Lowering:
                 self._fetched[key] = targets
         return self._fetched[key][gradient]
 
-    def compute(self, place: int, call: ShardedCall, how: LocalKernel) -> None:
+    def compute(self, op: int, call: ShardedCall, how: LocalKernel) -> None:
         def register(operand: Operand) -> Register:
             return Register(self.fetch(ValueRef(operand.source, operand.output), *_operand_request(call, operand)))
 
         args, kwargs = fill_operands(how.args, register), fill_operands(how.kwargs, register)
-        targets = tuple((output, self.register(ValueRef(place, output))) for output in sorted(call.used_outputs))
+        targets = tuple((output, self.register(ValueRef(op, output))) for output in sorted(call.used_outputs))
         self.instructions.append(Compute(call.operator.name, how.run, args, kwargs, targets))
 
     def _new(self) -> int:
@@ -249,16 +241,6 @@ def _with_frees(instructions: Sequence[Instruction], kept: frozenset[int]) -> tu
         later.update(done)
         out.append(replace(instruction, frees=tuple(done)))
     return tuple(reversed(out))
-
-
-def _registers(value: Any) -> Iterable[Register]:
-    if isinstance(value, Register):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _registers(each)
-    elif isinstance(value, dict):
-        yield from _registers(list(value.values()))
 
 
 def _read(value: Any, registers: list[Any]) -> Any:

@@ -71,7 +71,7 @@ class StepOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class _InFlight:
+class _PendingBackward:
     """A micro-batch between its forward and its backward: what was received, what was sent, and the loss."""
 
     received: list[Tensor]
@@ -96,7 +96,7 @@ class ParallelModule(nn.Module):
         strategy: ShardingStrategy,
         stage_graph: StageGraph,
         grid: ProcessGrid,
-        weights: nn.Module | Mapping[str, Tensor] | None,
+        weights: nn.Module,
         tied: Mapping[ValueRef, Stages],
         options: StepOptions,
     ) -> None:
@@ -159,7 +159,7 @@ class ParallelModule(nn.Module):
             raise PlanError("the model returns no loss, which a step needs: plan it with loss=..., or give it labels")
         parts = split_batch(batch, self._rows, self.options.microbatches)
         self.zero_grad(set_to_none=True)
-        in_flight: dict[int, _InFlight] = {}
+        in_flight: dict[int, _PendingBackward] = {}
         total = torch.zeros((), device=self._collectives.device, dtype=torch.float64)
         at: object = "the beginning"
         with torch.enable_grad(), name_lost_peer(lambda: at):
@@ -219,8 +219,8 @@ class ParallelModule(nn.Module):
         with name_lost_peer(lambda: "gathering the state"):
             for name in names:
                 node = nodes[name]
-                place = captured.places[captured.tied.get(node, node)]
-                holder = next(s for s, section in enumerate(self._stage_graph.sections) if place in section.leaves)
+                op = captured.op_index[captured.tied.get(node, node)]
+                holder = next(s for s, section in enumerate(self._stage_graph.sections) if op in section.leaves)
                 value = torch.empty(like[node].shape, dtype=like[node].dtype, device=self._collectives.device)
                 if self.stage == holder:
                     value.copy_(own(name))
@@ -232,7 +232,7 @@ class ParallelModule(nn.Module):
         """A parameter of this stage or its gradient, whole on every process of the stage; all of them must call it."""
         return full_tensor(value.detach(), self._collectives)
 
-    def _forward(self, plan: StagePlan, part: Batch) -> _InFlight:
+    def _forward(self, plan: StagePlan, part: Batch) -> _PendingBackward:
         program = plan.program
         registers = self._filled(program, part)
         plan.grad_sync.fill(registers)
@@ -246,9 +246,9 @@ class ParallelModule(nn.Module):
         self._p2p.send_activations([sent[item.edge.value] for item in plan.sends])
         loss = self._stage_graph.loss
         own = registers[program.results[loss]] if loss is not None and loss in self._section.ends else None
-        return _InFlight(received, sent, own)
+        return _PendingBackward(received, sent, own)
 
-    def _backward(self, made: _InFlight) -> None:
+    def _backward(self, made: _PendingBackward) -> None:
         gradients: dict[ValueRef, Tensor] = {}
         for item, gradient in zip(self._p2p.gradients_in, self._p2p.receive_gradients(), strict=True):
             value = item.edge.value

@@ -114,13 +114,13 @@ Stages = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ProcessGrid:
-    """This process's place. ``ranks[stage, device]`` are all processes; values go up the stages in ``forward`` and
-    gradients down in ``backward``, so that neither waits for the other; ``shared`` are the processes that hold the same
-    device's part of a parameter in some stages."""
+    """Where this process stands: device ``device`` of stage ``stage``. ``ranks[stage, device]`` are all processes;
+    values go up the stages in ``forward`` and gradients down in ``backward``, so that neither waits for the other;
+    ``shared`` are the processes that hold the same device's part of a parameter in some stages."""
 
     ranks: torch.Tensor
     stage: int
-    place: int
+    device: int
     device_mesh: DeviceMesh
     world: Any
     forward: Any
@@ -140,7 +140,7 @@ class ProcessGrid:
         own = dist.get_rank()
         if own not in ranks:
             raise PlanError(f"process {own} is none of the plan's {ranks.numel()} processes")
-        stage, place = (int(each) for each in (ranks == own).nonzero()[0])
+        stage, device = (int(each) for each in (ranks == own).nonzero()[0])
         everyone = ranks.flatten().tolist()
         world, forward, backward = (group(everyone) for _ in range(3))
         axes: list[Any] = [None] * len(mesh.sizes)
@@ -152,17 +152,17 @@ class ProcessGrid:
                     axes[axis] = made if own in line else axes[axis]
         ties: dict[Stages, Any] = {}
         for stages in sorted(set(shared)):
-            for device in range(mesh.devices):
-                made = group(ranks[list(stages), device].tolist())
-                if stage in stages and device == place:
+            for number in range(mesh.devices):
+                made = group(ranks[list(stages), number].tolist())
+                if stage in stages and number == device:
                     ties[stages] = made
         return cls(
-            ranks, stage, place, _mesh(axes, kind, ranks[stage].view(mesh.sizes)), world, forward, backward, ties
+            ranks, stage, device, _mesh(axes, kind, ranks[stage].view(mesh.sizes)), world, forward, backward, ties
         )
 
     def rank(self, stage: int) -> int:
-        """The process with this one's place in another stage."""
-        return int(self.ranks[stage, self.place])
+        """The process of the same device in another stage."""
+        return int(self.ranks[stage, self.device])
 
     def first(self, stage: int) -> int:
         """The first process of a stage."""
@@ -178,16 +178,16 @@ def _mesh(groups: list[Any], kind: str, ranks: torch.Tensor) -> DeviceMesh:
 
 @contextmanager
 def name_lost_peer(doing: Callable[[], object]) -> Iterator[None]:
-    """Within the block a lost process is told as such, with what was being done."""
+    """Within the block a lost process is reported as such, with what was being done."""
     try:
         yield
     except RuntimeError as problem:
         if not _is_lost(problem):
             raise
-        told = str(problem).splitlines()[0] if str(problem) else repr(problem)
+        detail = str(problem).splitlines()[0] if str(problem) else repr(problem)
         raise PlanError(
-            f"at {doing()} another process of the plan was lost, or did not answer in time ({told}): start all of them "
-            "again, or give them more time with timeout="
+            f"at {doing()} another process of the plan was lost, or did not answer in time ({detail}): start all of "
+            "them again, or give them more time with timeout="
         ) from problem
 
 

@@ -25,7 +25,7 @@ class ModelTensors:
 
     parameters: Mapping[ValueRef, str]
     buffers: Mapping[ValueRef, str]
-    layouts: Mapping[ValueRef, Placements]
+    placements: Mapping[ValueRef, Placements]
 
 
 def register_tensors(
@@ -34,56 +34,54 @@ def register_tensors(
     strategy: ShardingStrategy,
     mesh: DeviceMesh,
     device: torch.device,
-    given: nn.Module | Mapping[str, Tensor] | None,
-    only: Collection[int] | None = None,
+    model: nn.Module,
+    only: Collection[int],
 ) -> ModelTensors:
-    """Registers the model's tensors on a module under their own names, with the values of the mesh's first process.
+    """Registers the tensors of a model that belong to these operators on a module, under their own names, with the
+    values of the mesh's first process.
 
-    A parameter with two names is stored once, as the first of its operators says. With ``only``, the tensors at these
-    places of the graph alone are registered.
+    A parameter with two names is stored once, as the first of its operators says.
     """
     captured = program.captured
-    found = _values(captured, given)
+    found = _values(model)
     whole: Placements = (REPLICATED,) * len(strategy.mesh.sizes)
-    owner_of = storage_owners(program, given)
+    owner_of = storage_owners(program, model)
     made: dict[ValueRef, nn.Parameter] = {}
     parameters: dict[ValueRef, str] = {}
-    layouts: dict[ValueRef, Placements] = {}
+    placements_of: dict[ValueRef, Placements] = {}
     for node, name in captured.parameters.items():
         used = captured.tied.get(node, node)
         value = program.value(used)
-        if only is not None and value.source not in only:
+        if value.source not in only:
             continue
         owner = owner_of[value]
         placements = strategy.result(captured.graph, owner.source)
         if owner not in made:
             trained = captured.graph.operators[owner.source].outputs[0].gradient
             made[owner] = _parameter(_found(found, captured.parameters[used]), mesh, device, placements, trained)
-        _place(module, name, made[owner])
-        parameters[value], layouts[value] = name, placements
+        _register(module, name, made[owner])
+        parameters[value], placements_of[value] = name, placements
     buffers: dict[ValueRef, str] = {}
     kept = persistent_buffers(captured)
     for node, name in captured.buffers.items():
         value = program.value(node)
-        if only is not None and value.source not in only:
+        if value.source not in only:
             continue
-        _place(module, name, _spread(_found(found, name), mesh, device), name in kept)
-        buffers[value], layouts[value] = name, whole
+        _register(module, name, _spread(_found(found, name), mesh, device), name in kept)
+        buffers[value], placements_of[value] = name, whole
     for number, (node, constant) in enumerate(captured.constants.items()):
         value = program.value(node)
-        if only is not None and value.source not in only:
+        if value.source not in only:
             continue
-        _place(module, f"_constant_{number}", _spread(constant, mesh, device), False)
-        buffers[value], layouts[value] = f"_constant_{number}", whole
-    return ModelTensors(parameters, buffers, layouts)
+        _register(module, f"_constant_{number}", _spread(constant, mesh, device), False)
+        buffers[value], placements_of[value] = f"_constant_{number}", whole
+    return ModelTensors(parameters, buffers, placements_of)
 
 
-def storage_owners(
-    program: CapturedProgram, given: nn.Module | Mapping[str, Tensor] | None
-) -> dict[ValueRef, ValueRef]:
+def storage_owners(program: CapturedProgram, model: nn.Module) -> dict[ValueRef, ValueRef]:
     """For each parameter of the program the one that it is stored as: the first that shares its memory."""
     captured = program.captured
-    found = _values(captured, given)
+    found = _values(model)
     first: dict[tuple[int, tuple[int, ...]], ValueRef] = {}
     out: dict[ValueRef, ValueRef] = {}
     for node in captured.parameters:
@@ -94,10 +92,8 @@ def storage_owners(
 
 
 def dtensor_placements(placements: Placements) -> list[Placement]:
-    """A layout as DTensor spells it."""
-    return [
-        Partial() if place == PARTIAL else Replicate() if place == REPLICATED else Shard(place) for place in placements
-    ]
+    """Placements as DTensor spells them."""
+    return [Partial() if each == PARTIAL else Replicate() if each == REPLICATED else Shard(each) for each in placements]
 
 
 def full_tensor(value: Tensor, collectives: MeshCollectives) -> Tensor:
@@ -128,18 +124,14 @@ def _spread(source: Tensor, mesh: DeviceMesh, device: torch.device) -> Tensor:
     return spread.to_local().clone()
 
 
-def _values(captured: CapturedModel, given: nn.Module | Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
-    if isinstance(given, nn.Module):
-        named = (*given.named_parameters(remove_duplicate=False), *given.named_buffers(remove_duplicate=False))
-        return dict(named)
-    program = captured.program
-    return {**program.constants, **program.state_dict, **(given or {})}
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def _found(values: Mapping[str, Tensor], name: str) -> Tensor:
     found = values.get(name)
     if not isinstance(found, Tensor) or found.is_meta:
-        raise PlanError(f"the model was captured without data, so '{name}' has no value: pass weights=model with data")
+        raise PlanError(f"'{name}' has no value: give a model like the planned one, with data")
     return found
 
 
@@ -148,7 +140,7 @@ def persistent_buffers(captured: CapturedModel) -> frozenset[str]:
     return frozenset(captured.program.state_dict)
 
 
-def _place(root: nn.Module, path: str, value: Tensor, persistent: bool = True) -> None:
+def _register(root: nn.Module, path: str, value: Tensor, persistent: bool = True) -> None:
     """Registers a parameter or buffer under a dotted name."""
     *folders, name = path.split(".")
     for folder in folders:
@@ -201,7 +193,7 @@ class DeferredGradSync:
             registers[target] = value
 
     def end(self, module: nn.Module, collectives: MeshCollectives, mesh: DeviceMesh) -> None:
-        """Brings the sums home, and adds them to what the parameters have."""
+        """Moves the sums to where the parameters are stored, and adds them to what the parameters have."""
         for step, name in self.instructions:
             parameter: Any = module.get_parameter(name)
             total = None if parameter.grad is None else parameter.grad.to_local()

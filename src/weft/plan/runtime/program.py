@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -23,7 +23,7 @@ from weft.plan.sharding import PARTIAL, Mesh, OpSplit, Placements, local_shape, 
 
 @dataclass(frozen=True, slots=True)
 class ValueRef:
-    """A tensor of the program: an output of the operator at a place of the graph."""
+    """A tensor of the program: an output of an operator of the graph."""
 
     source: int
     output: int
@@ -31,7 +31,7 @@ class ValueRef:
 
 @dataclass(frozen=True, slots=True)
 class CapturedProgram:
-    """A captured program whose calls are looked at one by one. ``device`` is where tensors are made that the program
+    """A captured program, call by call. ``device`` is where tensors are made that the program
     makes, if not where it was captured."""
 
     captured: CapturedModel
@@ -47,14 +47,14 @@ class CapturedProgram:
         return root
 
     def calls(self) -> Iterator[tuple[int, fx.Node]]:
-        """The calls in order, each with its operator's place; the picking of one of several results is none."""
+        """The calls in order, each with its operator's index; the picking of one of several results is none."""
         for node in self.captured.program.graph.nodes:
             if node.op == "call_function" and node.target is not operator.getitem:
-                if node.name not in self.captured.places:
+                if node.name not in self.captured.op_index:
                     raise PlanError(
                         f"'{node.name}' ({node.target}) is in the program but not in the graph; capture anew"
                     )
-                yield self.captured.places[node.name], node
+                yield self.captured.op_index[node.name], node
 
     def value(self, node: str) -> ValueRef:
         """Which operator's output a node stands for."""
@@ -67,12 +67,12 @@ class CapturedProgram:
         nodes = [node for node in self.captured.program.graph.nodes if node.name in self.captured.values]
         return {self.value(each.name): _dtype(each) for each in nodes if isinstance(each.meta.get("val"), Tensor)}
 
-    def call(self, place: int, node: fx.Node, split: OpSplit, mesh: Mesh) -> ShardedCall:
+    def call(self, op: int, node: fx.Node, split: OpSplit, mesh: Mesh) -> ShardedCall:
         """A call with its arguments in the order of the schema, and operands in place of nodes."""
-        reads = _Reads(self.graph.operators[place])
+        reads = _Reads(self.graph.operators[op])
 
         def operand(each: fx.Node) -> Any:
-            if each.op == "get_attr" and each.name not in self.captured.places:
+            if each.op == "get_attr" and each.name not in self.captured.op_index:
                 return _placed(_attribute(self.root, str(each.target)), self.device)
             value = self.value(each.name)
             found = reads.take(value)
@@ -81,7 +81,7 @@ class CapturedProgram:
         args, kwargs = _bound(node)
         outputs = {user.args[1] for user in node.users if user.target is operator.getitem} or {0}
         return ShardedCall(
-            self.graph.operators[place],
+            self.graph.operators[op],
             split,
             mesh,
             node.target,
@@ -170,7 +170,7 @@ def _strides(node: fx.Node) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class ProgramInput:
-    """A tensor of the batch: its place among the arguments or its keyword, and what it was when captured."""
+    """A tensor of the batch: its position among the arguments or its keyword, and what it was when captured."""
 
     key: int | str
     value: ValueRef
@@ -213,7 +213,7 @@ class CallSignature:
         return cls(inputs, outputs, tree)
 
     def tensors(self, batch: Batch) -> list[Any]:
-        """What is given for each input. What was no tensor when captured is part of the program, and not looked at."""
+        """What is given for each input. What was no tensor when captured is part of the program, and ignored."""
         given: dict[int | str, Any]
         if isinstance(batch, Tensor):
             given = {0: batch}
@@ -238,7 +238,7 @@ class CannotShard(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """The place of a tensor among the arguments of a call: which value it is, and how the operator sees it."""
+    """Stands for a tensor among the arguments of a call: which value it is, and how the operator sees it."""
 
     source: int
     output: int
@@ -279,7 +279,7 @@ class ShardedCall:
 
     @property
     def is_split(self) -> bool:
-        return any(place >= 0 and size > 1 for place, size in zip(self.split, self.mesh.sizes, strict=True))
+        return any(dim >= 0 and size > 1 for dim, size in zip(self.split, self.mesh.sizes, strict=True))
 
     def kernel(self, run: Kernel | None = None, whole: frozenset[int] = frozenset(), **changes: Any) -> LocalKernel:
         """This call with some arguments replaced, and computed by ``run`` if given."""
@@ -290,7 +290,7 @@ class ShardedCall:
 
     def index(self, name: str) -> int:
         """Where an argument of the schema stands."""
-        return next(place for place, argument in enumerate(self.target._schema.arguments) if argument.name == name)
+        return next(index for index, argument in enumerate(self.target._schema.arguments) if argument.name == name)
 
     def has(self, name: str) -> bool:
         return isinstance(self.target, torch._ops.OpOverload) and any(
@@ -300,9 +300,9 @@ class ShardedCall:
     def argument(self, name: str) -> Any:
         return self.args[self.index(name)]
 
-    def parts(self, place: int | None) -> int:
+    def parts(self, dim: int | None) -> int:
         """Into how many parts a dimension is split."""
-        return math.prod(size for size, split in zip(self.mesh.sizes, self.split, strict=True) if split == place)
+        return math.prod(size for size, split in zip(self.mesh.sizes, self.split, strict=True) if split == dim)
 
     def operand_placements(self, operand: Operand) -> Placements:
         return operand_placements(operand.tensor, self.split)
@@ -318,8 +318,8 @@ class ShardedCall:
         """The mesh axes along which an output comes out as partial sums."""
         return tuple(
             axis
-            for axis, (place, size) in enumerate(zip(self.result_placements(output), self.mesh.sizes, strict=True))
-            if place == PARTIAL and size > 1
+            for axis, (placement, size) in enumerate(zip(self.result_placements(output), self.mesh.sizes, strict=True))
+            if placement == PARTIAL and size > 1
         )
 
     def partial_count(self, output: int = 0) -> int:
@@ -333,15 +333,23 @@ def plain_kernel(target: Any) -> Kernel:
     return run
 
 
-def operands(value: Any) -> Iterator[Operand]:
-    """The operands in an argument, lists included, in order."""
-    if isinstance(value, Operand):
+Leaf = TypeVar("Leaf")
+
+
+def leaves(value: Any, kind: type[Leaf]) -> Iterator[Leaf]:
+    """What there is of a kind in an argument, lists included, in order."""
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from operands(item)
+            yield from leaves(item, kind)
     elif isinstance(value, dict):
-        yield from operands(list(value.values()))
+        yield from leaves(list(value.values()), kind)
+
+
+def operands(value: Any) -> Iterator[Operand]:
+    """The operands in an argument, lists included, in order."""
+    return leaves(value, Operand)
 
 
 def fill_operands(value: Any, give: Any) -> Any:

@@ -34,9 +34,9 @@ def is_random(call: ShardedCall) -> bool:
 
 def take_shard(collectives: MeshCollectives, whole: Tensor, placements: Placements) -> Tensor:
     """This device's part of a tensor that every device has."""
-    for axis, place in enumerate(placements):
-        if place >= 0 and collectives.sizes[axis] > 1:
-            whole = collectives.shard(whole, axis, place)
+    for axis, placement in enumerate(placements):
+        if placement >= 0 and collectives.sizes[axis] > 1:
+            whole = collectives.shard(whole, axis, placement)
     return whole
 
 
@@ -115,7 +115,7 @@ def _attention(call: ShardedCall) -> LocalKernel:
     shape = (*query.shape[:-1], keys.shape[-2])
     # The weights have the axes of the queries; the keys' length is whole.
     placements = tuple(
-        place if place < len(shape) - 1 else REPLICATED for place in call.operand_placements(call.argument("query"))
+        each if each < len(shape) - 1 else REPLICATED for each in call.operand_placements(call.argument("query"))
     )
     at = {name: call.index(name) for name in ("attn_mask", "is_causal")}
 

@@ -1,6 +1,6 @@
-"""Redistribution of tensors over a mesh: the collectives from one layout to another, with their gradients.
+"""Redistribution of tensors over a mesh: the collectives from placements to others, with their gradients.
 
-``redistribution_steps`` says which collectives lead from one layout to another, ``MeshCollectives`` runs them, and
+``redistribution_steps`` says which collectives lead from placements to others, ``MeshCollectives`` runs them, and
 ``redistribute`` makes them differentiable. ``ReshardAfterForward`` frees gathered parameters until the backward.
 """
 
@@ -23,7 +23,7 @@ from weft.plan.sharding import PARTIAL, REPLICATED, Mesh, Placements
 
 
 class Collective(StrEnum):
-    """What a step does, from the one that makes later steps cheapest to the one that makes them dearest."""
+    """What a step does, from the one that makes later steps cheapest to the one that makes them most expensive."""
 
     CUT = "cut"  # whole -> cut: each keeps its part, nothing is sent
     REDUCE_SCATTER = "reduce_scatter"  # partial sums -> cut
@@ -34,7 +34,7 @@ class Collective(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CollectiveStep:
-    """One collective among the devices along one mesh axis; ``old`` and ``new`` are entries of a layout."""
+    """One collective among the devices along one mesh axis; ``old`` and ``new`` are placements."""
 
     kind: Collective
     axis: int
@@ -46,7 +46,7 @@ CollectiveSteps = tuple[CollectiveStep, ...]
 
 
 def redistribution_steps(held: Placements, wanted: Placements, mesh: Mesh) -> CollectiveSteps:
-    """The steps from one layout to another that is not partial.
+    """The steps from placements to others that are not partial.
 
     A tensor axis that several mesh axes cut is cut by the outer one first, so an inner cut can be made or undone only
     while the outer ones are as they will be, or stay as they are.
@@ -66,17 +66,17 @@ def redistribution_steps(held: Placements, wanted: Placements, mesh: Mesh) -> Co
 
 
 def _legal(kind: Collective, axis: int, current: list[int], wanted: Placements) -> CollectiveStep | None:
-    """The step of this kind along this mesh axis, where it can be made now and brings the layout nearer."""
+    """The step of this kind along this mesh axis, where it can be made now and brings the placements nearer."""
     old, new = current[axis], wanted[axis]
 
-    def settled(place: int) -> bool:
+    def outer_axes_done(tensor_axis: int) -> bool:
         """The outer mesh axes cut this tensor axis as they shall in the end."""
-        return all((current[outer] == place) == (wanted[outer] == place) for outer in range(axis))
+        return all((current[outer] == tensor_axis) == (wanted[outer] == tensor_axis) for outer in range(axis))
 
-    def innermost(place: int) -> bool:
-        return place not in current[axis + 1 :]
+    def innermost(tensor_axis: int) -> bool:
+        return tensor_axis not in current[axis + 1 :]
 
-    can_cut = new >= 0 and settled(new) and innermost(new)
+    can_cut = new >= 0 and outer_axes_done(new) and innermost(new)
     if kind is Collective.CUT:
         fits = old == REPLICATED and can_cut
     elif kind is Collective.REDUCE_SCATTER:
@@ -86,7 +86,7 @@ def _legal(kind: Collective, axis: int, current: list[int], wanted: Placements) 
     elif kind is Collective.ALL_TO_ALL:
         fits = old >= 0 and old != new and can_cut and innermost(old)
     else:
-        fits = old >= 0 and (old != new or not settled(old)) and innermost(old)
+        fits = old >= 0 and (old != new or not outer_axes_done(old)) and innermost(old)
         new = REPLICATED
     return CollectiveStep(kind, axis, old, new) if fits else None
 
@@ -97,7 +97,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class MeshCollectives:
-    """This device's place in a mesh, and what it exchanges with the devices along each axis."""
+    """This device's coordinate in a mesh, and what it exchanges with the devices along each axis."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         coordinate = mesh.get_coordinate()
@@ -121,9 +121,9 @@ class MeshCollectives:
             self._all_reduce(tensor, axis)
         return tensor
 
-    def shard(self, tensor: Tensor, axis: int, place: int) -> Tensor:
+    def shard(self, tensor: Tensor, axis: int, tensor_axis: int) -> Tensor:
         """This device's part along a mesh axis of a tensor that is whole along it."""
-        return tensor.tensor_split(self.sizes[axis], place)[self.coordinate[axis]]
+        return tensor.tensor_split(self.sizes[axis], tensor_axis)[self.coordinate[axis]]
 
     def _move(self, tensor: Tensor, step: CollectiveStep) -> Tensor:
         size = self.sizes[step.axis]
@@ -175,11 +175,11 @@ class ShapeOnlyCollectives(MeshCollectives):
     def _all_to_all(self, taken: Tensor, given: Tensor, axis: int) -> None: ...
 
 
-def _stacked(tensor: Tensor, place: int, size: int) -> Tensor:
+def _stacked(tensor: Tensor, axis: int, size: int) -> Tensor:
     """The parts along a tensor axis, one after the other."""
     shape = tensor.shape
-    parts = tensor.reshape(*shape[:place], size, shape[place] // size, *shape[place + 1 :])
-    return parts.movedim(place, 0).contiguous()
+    parts = tensor.reshape(*shape[:axis], size, shape[axis] // size, *shape[axis + 1 :])
+    return parts.movedim(axis, 0).contiguous()
 
 
 def _device(kind: str) -> torch.device:
@@ -191,10 +191,10 @@ def _device(kind: str) -> torch.device:
 def redistribute(
     tensor: Tensor, collectives: MeshCollectives, steps: CollectiveSteps, grad_steps: Sequence[CollectiveSteps]
 ) -> tuple[Tensor, ...]:
-    """The tensor after the steps, once for each way in ``grad_steps`` that a reader's gradient lies.
+    """The tensor after the steps, once for each of ``grad_steps``.
 
-    Readers that want a tensor alike may leave their gradients differently: whole, or as partial sums. Each of
-    ``grad_steps`` brings one of them to how the tensor itself lies, where they are added.
+    Readers that want the same placements may leave gradients of different ones: whole, or as partial sums. Each of
+    ``grad_steps`` brings one of them to the placements of the tensor itself, where they are added.
     """
     if not (tensor.requires_grad and torch.is_grad_enabled()) or not (steps or any(grad_steps)):
         return (collectives.move(tensor, steps),) * len(grad_steps)

@@ -33,8 +33,8 @@ class StageEdge:
 
 @dataclass(frozen=True, slots=True)
 class StageSection:
-    """A stage's part of a graph, as places in it: operators that it computes, and what it holds or is given from the
-    start. ``ends`` are values that are wanted for themselves. Edges are in the order in which they are sent."""
+    """A stage's part of a graph, as indices of operators: those that it computes, and what it holds or is given from
+    the start. ``ends`` are values that are wanted for themselves. Edges are in the order in which they are sent."""
 
     operators: frozenset[int]
     leaves: frozenset[int]
@@ -53,44 +53,44 @@ def stage_sections(
 ) -> tuple[StageSection, ...]:
     """The sections of all stages, which compute the ends and what these need.
 
-    ``stage`` says where an operator is computed, if it matters; ``calls`` are the places that are computed at all;
-    ``updates``: the place of a buffer -> its next value; ``random`` draw at random, so that they are computed once.
+    ``stage`` says where an operator is computed, if it matters; ``calls`` are the operators that are computed at all;
+    ``updates``: a buffer -> its next value; ``random`` draw at random, so that they are computed once.
     Raises PlanError where an operator would read from a later stage, or a buffer change in another one.
     """
     count = max(each for each in stage if each is not None) + 1
     free = _free(graph, calls, updates, random)
-    at = _settled(graph, stage, calls, free)
+    at = _resolve_stages(graph, stage, calls, free)
     wanted = [*ends, *updates.values()]
     needed = _needed(graph, [value.source for value in wanted])
-    homes = {value: at[value.source] if value.source in at else stage[value.source] or 0 for value in wanted}
+    stage_of = {value: at[value.source] if value.source in at else stage[value.source] or 0 for value in wanted}
     found: list[tuple[set[int], set[int], set[ValueRef]]] = []
     for number in range(count):
-        queue = [place for place in calls if place in needed and place not in free and at[place] == number]
-        queue += [value.source for value, home in homes.items() if home == number]
+        queue = [op for op in calls if op in needed and op not in free and at[op] == number]
+        queue += [value.source for value, own in stage_of.items() if own == number]
         operators: set[int] = set()
         leaves: set[int] = set()
         foreign: set[ValueRef] = set()
         while queue:
-            place = queue.pop()
-            if place not in calls:
-                leaves.add(place)
-            elif place not in operators:
-                operators.add(place)
-                for read in graph.operators[place].reads:
+            op = queue.pop()
+            if op not in calls:
+                leaves.add(op)
+            elif op not in operators:
+                operators.add(op)
+                for read in graph.operators[op].reads:
                     if read.source in calls and read.source not in free and at[read.source] != number:
                         foreign.add(ValueRef(read.source, read.output))
                     else:
                         queue.append(read.source)
         found.append((operators, leaves, foreign))
-    for place, value in updates.items():
-        found[homes[value]][1].add(place)
+    for op, value in updates.items():
+        found[stage_of[value]][1].add(op)
     _house(graph, stage, calls, [leaves for _, leaves, _ in found])
-    for place, value in updates.items():
-        holders = [number for number, (_, leaves, _) in enumerate(found) if place in leaves]
-        if any(number != homes[value] for number in holders):
+    for op, value in updates.items():
+        holders = [number for number, (_, leaves, _) in enumerate(found) if op in leaves]
+        if any(number != stage_of[value] for number in holders):
             raise PlanError(
-                f"buffer '{graph.operators[place].target}' changes in stage {homes[value]} and is read in stage "
-                f"{next(number for number in holders if number != homes[value])}: ask for fewer stages"
+                f"buffer '{graph.operators[op].target}' changes in stage {stage_of[value]} and is read in stage "
+                f"{next(number for number in holders if number != stage_of[value])}: ask for fewer stages"
             )
     edges = sorted(
         (
@@ -104,7 +104,7 @@ def stage_sections(
         StageSection(
             frozenset(operators),
             frozenset(leaves),
-            tuple(value for value, home in homes.items() if home == number),
+            tuple(value for value, own in stage_of.items() if own == number),
             tuple(each for each in edges if each.target == number),
             tuple(each for each in edges if each.source == number),
         )
@@ -117,31 +117,31 @@ def _free(
 ) -> frozenset[int]:
     """What every stage can have for itself: no gradient, no draw, and nothing that changes, in all it comes from."""
     free: set[int] = set()
-    for place, operator in enumerate(graph.operators):
-        if any(tensor.gradient for tensor in operator.outputs) or place in random:
+    for op, operator in enumerate(graph.operators):
+        if any(tensor.gradient for tensor in operator.outputs) or op in random:
             continue
-        if all(read.source in free for read in operator.reads) if place in calls else place not in updates:
-            free.add(place)
+        if all(read.source in free for read in operator.reads) if op in calls else op not in updates:
+            free.add(op)
     return frozenset(free)
 
 
-def _settled(
+def _resolve_stages(
     graph: Graph, stage: Sequence[int | None], calls: Collection[int], free: Collection[int]
 ) -> dict[int, int]:
     """The stage of every operator that is computed once: that of the plan, but without gradient no later than where it
     is first read."""
     last = max(each for each in stage if each is not None)
-    at = {place: _given(stage[place], last) for place in calls if place not in free}
-    for place in reversed(range(len(graph))):
-        if place in at:
-            for read in graph.operators[place].reads:
+    at = {op: _given(stage[op], last) for op in calls if op not in free}
+    for op in reversed(range(len(graph))):
+        if op in at:
+            for read in graph.operators[op].reads:
                 if read.source in at and not any(each.gradient for each in graph.operators[read.source].outputs):
-                    at[read.source] = min(at[read.source], at[place])
-    for place in at:
-        for read in graph.operators[place].reads:
-            if read.source in at and at[read.source] > at[place]:
+                    at[read.source] = min(at[read.source], at[op])
+    for op in at:
+        for read in graph.operators[op].reads:
+            if read.source in at and at[read.source] > at[op]:
                 raise PlanError(
-                    f"operator '{graph.operators[place].name}' of stage {at[place]} reads "
+                    f"operator '{graph.operators[op].name}' of stage {at[op]} reads "
                     f"'{graph.operators[read.source].name}' of stage {at[read.source]}, which comes later: plan anew"
                 )
     return at
@@ -153,18 +153,18 @@ def _given(stage: int | None, otherwise: int) -> int:
 
 def _needed(graph: Graph, ends: Sequence[int]) -> frozenset[int]:
     needed = set(ends)
-    for place in reversed(range(len(graph))):
-        if place in needed:
-            needed.update(read.source for read in graph.operators[place].reads)
+    for op in reversed(range(len(graph))):
+        if op in needed:
+            needed.update(read.source for read in graph.operators[op].reads)
     return frozenset(needed)
 
 
 def _house(graph: Graph, stage: Sequence[int | None], calls: Collection[int], leaves: list[set[int]]) -> None:
-    """What nobody reads stays where the plan has it, so that nothing of the model is lost."""
+    """What no operator reads stays where the plan has it, so that nothing of the model is lost."""
     held = set().union(*leaves)
-    for place in range(len(graph)):
-        if place not in calls and place not in held:
-            leaves[_given(stage[place], 0)].add(place)
+    for op in range(len(graph)):
+        if op not in calls and op not in held:
+            leaves[_given(stage[op], 0)].add(op)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,22 +189,22 @@ class StageGraph:
                 "or give it labels"
             )
         changes = {name: program.value(node) for node, name in captured.mutated.items()}
-        places = {name: program.value(node).source for node, name in captured.buffers.items()}
+        buffers = {name: program.value(node).source for node, name in captured.buffers.items()}
         random = set()
         calls = set()
-        for place, node in program.calls():
-            calls.add(place)
-            call = program.call(place, node, strategy.splits[place], strategy.mesh)
+        for op, node in program.calls():
+            calls.add(op)
+            call = program.call(op, node, strategy.splits[op], strategy.mesh)
             if not is_random(call):
                 continue
-            random.add(place)
+            random.add(op)
             if max(each or 0 for each in stage):
                 try:
                     skip_draw(call)
                 except CannotShard as problem:
-                    told = f"operator '{call.operator.name}' ({call.operator.target}): {problem}"
-                    raise PlanError(f"{told}, so other stages cannot keep pace: ask for stages=1") from problem
-        updates = {places[name]: value for name, value in changes.items()}
+                    message = f"operator '{call.operator.name}' ({call.operator.target}): {problem}"
+                    raise PlanError(f"{message}, so other stages cannot keep pace: ask for stages=1") from problem
+        updates = {buffers[name]: value for name, value in changes.items()}
         ends = [value for value in signature.outputs if isinstance(value, ValueRef)] if loss is None else [loss]
         return cls(loss, changes, stage_sections(captured.graph, stage, calls, ends, updates, random))
 
@@ -257,7 +257,7 @@ class StagePlan:
         # A buffer's next value is wanted whole where it is made, and is sent so.
         placements.update({value: whole for value in stage_graph.changes.values() if value in placements})
         inputs = {
-            **weights.layouts,
+            **weights.placements,
             **{each.value: whole for each in CallSignature.of(program).inputs if each.value.source in section.leaves},
             **{each.value: placements[each.value] for each in section.receives},
         }
@@ -292,12 +292,13 @@ def forward_program(
     weights: ModelTensors,
     recompute: bool,
 ) -> tuple[LocalProgram, tuple[Segment, ...]]:
-    """One forward of a single stage, whose results are all whole on every device; autograd takes gradients home."""
+    """One forward of a single stage, whose results are all whole on every device; autograd moves the gradients to
+    where the parameters are stored."""
     signature, whole = CallSignature.of(program), (REPLICATED,) * len(strategy.mesh.sizes)
     lowered = lower(
         program,
         strategy,
-        {**weights.layouts, **{each.value: whole for each in signature.inputs}},
+        {**weights.placements, **{each.value: whole for each in signature.inputs}},
         (*(value for value in signature.outputs if isinstance(value, ValueRef)), *changes.values()),
     )
     return lowered, segments(lowered, lowered.instructions, _layers(program.graph) if recompute else None)

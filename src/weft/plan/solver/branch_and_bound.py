@@ -4,7 +4,7 @@ The part with the lowest bound comes first. Its bound is raised and its configur
 what is left is easily eliminated; if nothing more is won and it cannot be eliminated, one vertex of its entangled core
 is fixed to each of its configurations in turn. So the least bound of all parts is a bound on the optimum at any time.
 Where an assignment within some part of the optimum will do, configurations that could not improve on the best
-assignment by more are left out too: of a model whose layers all read one tensor, a few ways to lay it are left, and
+assignment by more are left out too: of a model whose layers all read one tensor, a few of its placements are left, and
 what was too entangled is eliminated in a second.
 """
 
@@ -118,9 +118,9 @@ def branch_and_bound(
                 closed = min(closed, max(part.bound, solved.bound))
         else:
             vertex = _most_connected(part.problem, part.network.order.left)
-            for place in part.kept[vertex]:
+            for choice in part.kept[vertex]:
                 made += 1
-                fixed = [*part.kept[:vertex], np.array([place]), *part.kept[vertex + 1 :]]
+                fixed = [*part.kept[:vertex], np.array([choice]), *part.kept[vertex + 1 :]]
                 heapq.heappush(waiting, (part.bound, made, fixed))
     bound = min([closed, *[lower for lower, _, _ in waiting], best.target(spare, target_bound)])
     return BoundedSolution(best.assignment, best.cost, bound, price, None, largest, widest)
@@ -155,7 +155,7 @@ def _raise_bound(
 ) -> _Subproblem:
     """A part with its bound raised, and without what cannot better the best assignment by more than ``spare``: until it
     is solved, easily eliminated, or nothing more is won."""
-    while part.network is not None and (worth := sweeps_to_eliminate(part.problem, part.network)) > 0:
+    while part.network is not None and (sweeps := sweeps_to_eliminate(part.problem, part.network)) > 0:
         dual = DualBound(costs_at(part.problem, price), part.network.edges)
         paid = price * part.problem.limit if price else 0.0
         count = sum(map(len, part.kept))
@@ -177,7 +177,7 @@ def _raise_bound(
                 if part.bound - before <= _STALL * (best.cost - part.bound) or time.monotonic() > deadline:
                     break
                 before = part.bound
-            if sweep + 1 >= worth / 2:
+            if sweep + 1 >= sweeps / 2:
                 break  # by now it might have been eliminated
             if sweep in _LOOKS and left < count:
                 rest = part.restricted(_alive(dual), entries)

@@ -55,18 +55,18 @@ def beam_search(
     """The cheapest assignment within the limit whose excess is at most ``slack``; at the deadline nothing."""
     steps = _preorder(done.steps)
     seen = _seen(done.steps, done.classes)
-    last = {vertex: at for at, place in enumerate(steps) for vertex in done.steps[place].scope}
+    last = {vertex: at for at, number in enumerate(steps) for vertex in done.steps[number].scope}
     rest = math.fsum(float(table.min()) for table in weights)
     columns: dict[int, Index] = {}
     excess, weight = np.zeros(1), np.zeros(1)
     trail: list[tuple[int, NDArray[np.int32], NDArray[np.int32]]] = []
     dropped = math.inf
-    for at, place in enumerate(steps):
+    for at, number in enumerate(steps):
         if time.monotonic() > deadline:
             return BeamResult(None, 0.0)
-        vertex = done.steps[place].vertex
+        vertex = done.steps[number].vertex
         rest -= float(weights[vertex].min())
-        total = excess[:, None] + _excess(done, place, columns, seen)
+        total = excess[:, None] + _excess(done, number, columns, seen)
         heavy = weight[:, None] + weights[vertex]
         row, choice = np.nonzero((total <= slack) & (heavy + rest <= limit))
         some, beyond = _least(total[row, choice], 8 * rows)  # before they are compared with each other
@@ -88,32 +88,32 @@ def beam_search(
 
 
 def _back(trail: list[tuple[int, NDArray[np.int32], NDArray[np.int32]]], row: int) -> list[int]:
-    picks = [0] * len(trail)
+    assignment = [0] * len(trail)
     for vertex, parents, choices in reversed(trail):
-        picks[vertex] = int(choices[row])
+        assignment[vertex] = int(choices[row])
         row = int(parents[row])
-    return picks
+    return assignment
 
 
 def _preorder(steps: Sequence[EliminationStep]) -> list[int]:
     """Steps from the last eliminated vertex down its tree, small branches first: few vertices wait at a time."""
-    when = {step.vertex: place for place, step in enumerate(steps)}
+    when = {step.vertex: number for number, step in enumerate(steps)}
     below: list[list[int]] = [[] for _ in steps]
     sizes = [1] * len(steps)
     roots = []
-    for place, step in enumerate(steps):
+    for number, step in enumerate(steps):
         if step.scope:
             parent = min(when[vertex] for vertex in step.scope)
-            below[parent].append(place)
-            sizes[parent] += sizes[place]  # a parent comes after all its children
+            below[parent].append(number)
+            sizes[parent] += sizes[number]  # a parent comes after all its children
         else:
-            roots.append(place)
+            roots.append(number)
     found: list[int] = []
     waiting = roots
     while waiting:
-        place = waiting.pop()
-        found.append(place)
-        waiting += sorted(below[place], key=lambda child: -sizes[child])
+        number = waiting.pop()
+        found.append(number)
+        waiting += sorted(below[number], key=lambda child: -sizes[child])
     return found
 
 
@@ -126,13 +126,13 @@ def _seen(steps: Sequence[EliminationStep], classes: PartitionCache) -> dict[int
     return seen
 
 
-def _excess(done: Elimination, place: int, columns: dict[int, Index], seen: dict[int, Partition]) -> Table:
+def _excess(done: Elimination, number: int, columns: dict[int, Index], seen: dict[int, Partition]) -> Table:
     """For each row so far and each configuration of the step's vertex, what it adds to the excess."""
-    step, (costs, left) = done.steps[place], done.results[place]
+    step, (costs, left) = done.steps[number], done.results[number]
     if not step.scope:
         return (costs - left)[None, :]
-    places = [columns[vertex] for vertex in step.scope]
-    key = _key(places, [seen[vertex].count for vertex in step.scope], len(places[0]))
+    rows = [columns[vertex] for vertex in step.scope]
+    key = _key(rows, [seen[vertex].count for vertex in step.scope], len(rows[0]))
     _, share_equal, row = np.unique(key, return_index=True, return_inverse=True)
     chosen = {vertex: seen[vertex].first[columns[vertex][share_equal]] for vertex in step.scope}
     total = np.broadcast_to(costs, (len(share_equal), len(costs)))
@@ -207,9 +207,9 @@ def branch_on_vertex(
         if vertex is None or _near(found.cost, node.bound, gap):
             closed = min(closed, node.bound)
         else:
-            for place in kept[vertex]:
+            for choice in kept[vertex]:
                 made += 1
-                case = [*kept[:vertex], np.array([place]), *kept[vertex + 1 :]]
+                case = [*kept[:vertex], np.array([choice]), *kept[vertex + 1 :]]
                 heapq.heappush(cases, (_bound(problem, case, node, minimum, deadline), made, case))
         solved = None
         while solved is None:

@@ -61,19 +61,19 @@ class DualBound:
 
     def sweep(self, forward: bool, upper: float) -> list[int]:
         """Visits all vertices once; a configuration that only assignments above ``upper`` have is no longer alive.
-        Returns a assignment read off on the way."""
+        Returns an assignment read off on the way."""
         count = len(self.own)
-        picks = [0] * count
+        assignment = [0] * count
         behind, ahead = (self.before, self.after) if forward else (self.after, self.before)
         for vertex in range(count) if forward else range(count - 1, -1, -1):
             own = guess = self.own[vertex]
             for edge in behind[vertex]:
-                row = edge.table[edge.back.mine.labels[picks[edge.other]]] - edge.given
+                row = edge.table[edge.back.mine.labels[assignment[edge.other]]] - edge.given
                 spare = edge.spare()
                 edge.given += spare
                 guess = guess + row[edge.mine.index]
                 own = own + spare[edge.mine.index]
-            picks[vertex] = int(guess.argmin())  # what is no longer alive costs more than all else
+            assignment[vertex] = int(guess.argmin())  # what is no longer alive costs more than all else
             least = own.min()
             self.bound += float(least)
             own = own - least
@@ -88,7 +88,7 @@ class DualBound:
                 edge.given -= gift
                 left = left - gift[edge.mine.index]
             self.own[vertex] = left
-        return picks
+        return assignment
 
     def add(self, vertex: int, costs: Table) -> None:
         """More (or less) cost at a vertex."""

@@ -53,25 +53,25 @@ class Elimination:
 
     def assignment(self) -> list[int]:
         """An assignment of that cost."""
-        picks = [0] * len(self.steps)
+        assignment = [0] * len(self.steps)
         known: dict[tuple[int, ...], int] = {}
         for step, (costs, left) in zip(reversed(self.steps), reversed(self.results), strict=True):
             # Steps with one result had equal tables, so that equal neighbours lead to an equal assignment.
-            key = (id(left), *[picks[other] for other in step.scope])
+            key = (id(left), *[assignment[other] for other in step.scope])
             best = known.get(key)
             if best is None:
-                best = known[key] = int(self.costs(step, costs, picks).argmin())
-            picks[step.vertex] = best
-        return picks
+                best = known[key] = int(self.costs(step, costs, assignment).argmin())
+            assignment[step.vertex] = best
+        return assignment
 
-    def costs(self, step: EliminationStep, costs: Table, picks: Sequence[int]) -> Table:
+    def costs(self, step: EliminationStep, costs: Table, assignment: Sequence[int]) -> Table:
         """For each configuration of the step's vertex the least cost of all eliminated up to it, given the
         assignments."""
-        for _, scope, place, table_layout in step.inputs:
-            row = self.tables[place][
+        for _, scope, number, table_layout in step.inputs:
+            row = self.tables[number][
                 tuple(
                     [
-                        slice(None) if v == step.vertex else p.labels[picks[v]]
+                        slice(None) if v == step.vertex else p.labels[assignment[v]]
                         for v, p in zip(scope, table_layout.parts, strict=True)
                     ]
                 )
@@ -91,8 +91,8 @@ def eliminate(network: Network, unary: Sequence[Table]) -> Elimination:
         own = unary[step.vertex]
         result = known.get(key := _key(step, own, tables))
         if result is None:
-            for place, table_layout in step.messages:
-                own = own + tables[place][table_layout.parts[0].index]
+            for number, table_layout in step.messages:
+                own = own + tables[number][table_layout.parts[0].index]
             result = known[key] = (own, _left(step, own, tables))
         results.append(result)
         if step.output >= 0:
@@ -119,7 +119,7 @@ def elimination_work(network: Network, unary: Sequence[Table]) -> int:
 
 def _key(step: EliminationStep, own: Table, tables: Sequence[object]) -> tuple[object, ...]:
     """Steps with one key have one result: all that they sum is the same object."""
-    messages = [id(tables[place]) for place, _ in step.messages]
+    messages = [id(tables[number]) for number, _ in step.messages]
     return (step.layout, id(own), *messages, *[id(tables[factor[2]]) for factor in step.inputs])
 
 
@@ -184,9 +184,9 @@ def _sliced(terms: list[Table], shape: tuple[int, ...], out: Table) -> None:
     axis = min(range(1, len(shape) - 1), key=lambda axis: sum(term.shape[axis] > 1 for term in terms))
     rest = math.prod(shape[1:]) // shape[axis]
     if rest >= BLOCK // 16:
-        for place in range(shape[axis]):
-            fixed: list[Table] = [np.take(term, 0 if term.shape[axis] == 1 else place, axis=axis) for term in terms]
-            _min_sum(fixed, shape[:axis] + shape[axis + 1 :], out[(slice(None),) * (axis - 1) + (place,)])
+        for number in range(shape[axis]):
+            fixed: list[Table] = [np.take(term, 0 if term.shape[axis] == 1 else number, axis=axis) for term in terms]
+            _min_sum(fixed, shape[:axis] + shape[axis + 1 :], out[(slice(None),) * (axis - 1) + (number,)])
         return
     step = max(1, BLOCK // rest)
     for start in range(0, shape[axis], step):
@@ -211,9 +211,9 @@ def _merged(terms: list[Table]) -> list[Table]:
     kept: list[Table] = []
     while left:
         term = left.pop(0)
-        for place, other in enumerate(left):
+        for number, other in enumerate(left):
             if all(length in (1, wide) for length, wide in zip(term.shape, other.shape, strict=True)):
-                left[place] = other + term
+                left[number] = other + term
                 break
         else:
             kept.append(term)

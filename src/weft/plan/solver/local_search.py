@@ -29,18 +29,18 @@ def neighbours(problem: Problem) -> Neighbours:
 def local_search(problem: Problem, assignment: Sequence[int], around: Neighbours, rounds: int = 8) -> list[int]:
     """An assignment that no change of one vertex improves within the limit (or the last after some rounds). Its cost is
     never above that of ``assignment``; an assignment over the limit stays over it unless a change brings it below."""
-    picks = list(assignment)
-    weight = problem.weight(picks)
+    changed = list(assignment)
+    weight = problem.weight(changed)
     room = max(problem.limit, weight)
-    stale = set(range(len(picks)))
+    stale = set(range(len(changed)))
     blocked: set[int] = set()  # those that would change, were there more room
     for _ in range(rounds):
         for vertex in sorted(stale):
             stale.discard(vertex)
             costs = problem.unary[vertex]
             for other, table in around[vertex]:
-                costs = costs + table[picks[other]]
-            old, new = picks[vertex], int(costs.argmin())
+                costs = costs + table[changed[other]]
+            old, new = changed[vertex], int(costs.argmin())
             extra = 0.0
             if problem.weights is not None:
                 weights = problem.weights[vertex]
@@ -50,7 +50,7 @@ def local_search(problem: Problem, assignment: Sequence[int], around: Neighbours
                     new = int(np.where(allowed, costs, np.inf).argmin())
                 extra = float(weights[new] - weights[old])
             if costs[new] < costs[old]:
-                picks[vertex] = new
+                changed[vertex] = new
                 weight += extra
                 stale.update(other for other, _ in around[vertex])
                 if extra < 0:
@@ -58,7 +58,7 @@ def local_search(problem: Problem, assignment: Sequence[int], around: Neighbours
                     blocked.clear()
         if not stale:
             break
-    return picks
+    return changed
 
 
 _FACTORS = ((0.7, 1.4), (0.5, 2.0), (0.9, 1.1))
@@ -67,19 +67,19 @@ _FACTORS = ((0.7, 1.4), (0.5, 2.0), (0.9, 1.1))
 def crossover(problem: Problem, one: Sequence[int], other: Sequence[int]) -> list[int]:
     """The cheapest assignment within the limit that follows one allowed assignment in the first layers and the other
     from there on (``one`` if there is none)."""
-    place = layer_order(problem)
+    position = layer_order(problem)
     best, least = list(one), problem.cost(one) if problem.weight(one) <= problem.limit else np.inf
     for first, then in ((one, other), (other, one)):
-        # At [t] the sums for the assignment that follows ``first`` in the places below t.
-        change, load, forbidden = np.zeros((3, len(place) + 1))
+        # At [t] the sums for the assignment that follows ``first`` in the positions below t.
+        change, load, forbidden = np.zeros((3, len(position) + 1))
         for vertex, costs in enumerate(problem.unary):
-            change[place[vertex] + 1] += costs[first[vertex]] - costs[then[vertex]]
+            change[position[vertex] + 1] += costs[first[vertex]] - costs[then[vertex]]
             if problem.weights is not None:
                 weights = problem.weights[vertex]
-                load[place[vertex] + 1] = weights[first[vertex]] - weights[then[vertex]]
+                load[position[vertex] + 1] = weights[first[vertex]] - weights[then[vertex]]
         for (i, j), table in problem.pairs.items():
-            early, late = sorted((place[i], place[j]))
-            mixed = table[first[i], then[j]] if place[i] < place[j] else table[then[i], first[j]]
+            early, late = sorted((position[i], position[j]))
+            mixed = table[first[i], then[j]] if position[i] < position[j] else table[then[i], first[j]]
             if np.isinf(mixed):
                 forbidden[early + 1] += 1
                 forbidden[late + 1] -= 1
@@ -88,7 +88,7 @@ def crossover(problem: Problem, one: Sequence[int], other: Sequence[int]) -> lis
             change[late + 1] += table[first[i], first[j]] - mixed
         allowed = (problem.weight(then) + load.cumsum() <= problem.limit) & (forbidden.cumsum() == 0)
         cut = int(np.where(allowed, change.cumsum(), np.inf).argmin())
-        assignment = [first[v] if place[v] < cut else then[v] for v in range(len(place))]
+        assignment = [first[v] if position[v] < cut else then[v] for v in range(len(position))]
         if problem.weight(assignment) <= problem.limit and (cost := problem.cost(assignment)) < least:
             best, least = assignment, cost
     return best
@@ -104,16 +104,16 @@ def crossover_by_price(
     """The cheapest assignment met, ``best`` or one with a low price of weight up to some layer and a high one from
     there on (or the other way round), the layer moved until the limit is just kept. ``least`` gives the best assignment
     for given costs. Ends when a cost is ``target_bound``."""
-    place, cost = layer_order(problem), problem.cost(best)
+    position, cost = layer_order(problem), problem.cost(best)
     weights = problem.weights or ()
     for low, high in _FACTORS:
         for first, then in ((low, high), (high, low)):
-            start, end = 0, len(place)
+            start, end = 0, len(position)
             while end - start > 1 and not target_bound(cost):
                 cut = (start + end) // 2
                 costs = [
                     own + price * (first if at < cut else then) * weight
-                    for own, weight, at in zip(problem.unary, weights, place, strict=True)
+                    for own, weight, at in zip(problem.unary, weights, position, strict=True)
                 ]
                 assignment = least(share_equal(costs))
                 kept = problem.weight(assignment) <= problem.limit
@@ -133,7 +133,7 @@ def layer_order(problem: Problem) -> list[int]:
     for i, j in sorted(problem.pairs, reverse=True):
         if i not in reads:
             first[i] = j
-    places = [0] * len(first)
-    for place, vertex in enumerate(sorted(range(len(first)), key=lambda vertex: (first[vertex], vertex))):
-        places[vertex] = place
-    return places
+    positions = [0] * len(first)
+    for position, vertex in enumerate(sorted(range(len(first)), key=lambda vertex: (first[vertex], vertex))):
+        positions[vertex] = position
+    return positions

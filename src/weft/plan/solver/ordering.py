@@ -38,36 +38,36 @@ class TableView:
 class StepLayout:
     """The elimination of one vertex, the same object for all vertices that stand alike in their tables."""
 
-    __slots__ = ("_places", "_table_layouts", "_views", "parts", "shape", "size", "table_layout", "work")
+    __slots__ = ("_positions", "_table_layouts", "_views", "parts", "shape", "size", "table_layout", "work")
 
     def __init__(
-        self, table_layouts: list[TableLayout], places: list[tuple[int, ...]], classes: PartitionCache, count: int
+        self, table_layouts: list[TableLayout], positions: list[tuple[int, ...]], classes: PartitionCache, count: int
     ) -> None:
         parts: list[Partition | None] = [None] * count
-        for table_layout, axes in zip(table_layouts, places, strict=True):
-            for part, place in zip(table_layout.parts, axes, strict=True):
-                known = parts[place]
-                parts[place] = part if known is None else classes.join(known, part)
+        for table_layout, axes in zip(table_layouts, positions, strict=True):
+            for part, position in zip(table_layout.parts, axes, strict=True):
+                known = parts[position]
+                parts[position] = part if known is None else classes.join(known, part)
         self.parts = tuple(part for part in parts if part is not None)  # of the vertex itself, then of its neighbours
         self.shape = tuple(part.count for part in self.parts)
         self.work = math.prod(self.shape)
         self.size = math.prod(self.shape[1:])
         self.table_layout: TableLayout | None = None
-        self._table_layouts, self._places = table_layouts, places
+        self._table_layouts, self._positions = table_layouts, positions
         self._views: tuple[TableView, ...] | None = None
 
     @property
     def views(self) -> tuple[TableView, ...]:
         if self._views is None:
-            self._views = tuple(map(self._view, self._table_layouts, self._places))
+            self._views = tuple(map(self._view, self._table_layouts, self._positions))
         return self._views
 
-    def _view(self, table_layout: TableLayout, places: tuple[int, ...]) -> TableView:
-        axes = tuple(sorted(range(len(places)), key=places.__getitem__))
+    def _view(self, table_layout: TableLayout, positions: tuple[int, ...]) -> TableView:
+        axes = tuple(sorted(range(len(positions)), key=positions.__getitem__))
         shape, takes = [1] * len(self.parts), []
         for at, axis in enumerate(axes):
-            have, want = table_layout.parts[axis], self.parts[places[axis]]
-            shape[places[axis]] = want.count
+            have, want = table_layout.parts[axis], self.parts[positions[axis]]
+            shape[positions[axis]] = want.count
             if have is not want:
                 takes.append((at, have.index[want.first]))
         return TableView(None if axes == tuple(range(len(axes))) else axes, tuple(takes), tuple(shape))
@@ -85,7 +85,7 @@ class TableLayout:
 
 Factor = tuple[
     int, tuple[int, ...], int, TableLayout
-]  # the form's number, the vertices, the place among all tables, the form
+]  # the form's number, the vertices, the number among all tables, the form
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +157,14 @@ class _Search:
         return table_layout
 
     def add(self, scope: tuple[int, ...], table_layout: TableLayout) -> int:
-        place = self.tables
+        number = self.tables
         self.tables += 1
         if len(scope) == 1:
-            self.messages[scope[0]].append((place, table_layout))
+            self.messages[scope[0]].append((number, table_layout))
         else:
             for vertex in scope:
-                self.at[vertex].append((table_layout.number, scope, place, table_layout))
-        return place
+                self.at[vertex].append((table_layout.number, scope, number, table_layout))
+        return number
 
     def rank(self, vertex: int) -> float:
         """The entries that eliminating the vertex would sum now."""
@@ -180,9 +180,9 @@ class _Search:
                 key.append(local.setdefault(other, len(local)))
         layout = self.layouts.get(found := tuple(key))
         if layout is None:
-            places = [tuple([local[other] for other in factor[1]]) for factor in factors]
+            positions = [tuple([local[other] for other in factor[1]]) for factor in factors]
             layout = self.layouts[found] = StepLayout(
-                [factor[3] for factor in factors], places, self.classes, len(local)
+                [factor[3] for factor in factors], positions, self.classes, len(local)
             )
         self.current[vertex] = layout, tuple(local)[1:]
         return layout.work

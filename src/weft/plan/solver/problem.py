@@ -19,9 +19,9 @@ EXACT = 1e-9  # a bound this near to the cost, relative to it, is the optimum
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Vertex v picks one of ``len(unary[v])`` configurations. ``pairs[i, j]``, i < j, has a row for each configuration
+    """Vertex v takes one of ``len(unary[v])`` configurations. ``pairs[i, j]``, i < j, has a row for each configuration
     of i and a column for each of j. ``inf`` forbids a configuration or a pair. Where there are ``weights`` (a number
-    >= 0 for each configuration, such as bytes), those that are picked sum to at most ``limit``."""
+    >= 0 for each configuration, such as bytes), those that are taken sum to at most ``limit``."""
 
     unary: tuple[Table, ...]
     pairs: Mapping[tuple[int, int], Table]

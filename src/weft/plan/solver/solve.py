@@ -110,7 +110,7 @@ def _solved(
 def _make_minimizer(
     problem: Problem, network: Network, light: list[int], entries: int, gap: float, deadline: float
 ) -> MakeMinimizer:
-    """What solves the problem and parts of it without the limit: by elimination where that is not dear."""
+    """What solves the problem and parts of it without the limit: by elimination where that is not expensive."""
 
     def minimum(part: Problem) -> Minimizer:
         inner = network if part is problem else Network(len(part.unary), compress(part.pairs), entries)
@@ -164,12 +164,14 @@ def _lightest(problem: Problem, entries: int) -> list[int]:
     distinct = {id(table): table for table in problem.pairs.values()}
     forbidding = {at: np.where(np.isinf(table), np.inf, 0.0) for at, table in distinct.items() if np.isinf(table.max())}
     forbids = {edge: forbidding[id(table)] for edge, table in problem.pairs.items() if id(table) in forbidding}
-    alone = Problem(weights, forbids)
+    unlimited = Problem(weights, forbids)
     network = Network(len(weights), compress(forbids), entries)
     if network.fits:
-        assignment = _eliminated(alone, network).assignment
+        assignment = _eliminated(unlimited, network).assignment
     else:
-        found = branch_and_bound(alone, network, [0] * len(weights), 0.0, _eliminated_or_none, entries, EXACT, math.inf)
+        found = branch_and_bound(
+            unlimited, network, [0] * len(weights), 0.0, _eliminated_or_none, entries, EXACT, math.inf
+        )
         if math.isinf(found.cost):
             raise PlanError(_FORBIDDEN)
         assignment = found.assignment
@@ -242,7 +244,7 @@ def solve_limited(
 def improved(
     problem: Problem, found: BoundedSolution, least: Minimizer, gap: float, deadline: float
 ) -> BoundedSolution:
-    """What was found, perhaps with a better assignment, one that changes its way at some layer."""
+    """What was found, perhaps with a better assignment, one that changes at some layer."""
     deadline = _soon(deadline, 1 / 8)
 
     def target_bound(cost: float) -> bool:

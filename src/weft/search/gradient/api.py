@@ -19,7 +19,7 @@ from weft.engine.optimizer import Optimizer
 from weft.engine.train_step import Metric
 from weft.errors import SearchError
 from weft.runs.events import Callback
-from weft.search.api import check_name, choices_to_json
+from weft.search.api import OLD_OPTIONS, check_name, choices_to_json, refuse_options
 from weft.search.api import search as search_run
 from weft.search.cost_model import build_cost_model
 from weft.search.discretize import by_perturbation, candidates, most_probable_subnet
@@ -69,7 +69,7 @@ class GradientSearchResult:
     """None for methods that train by samples."""
     front: Front
     pick: str | None = None
-    """How the subnet was chosen: ``likeliest`` or ``missed``; None for methods that train by samples."""
+    """How the subnet was chosen: ``likeliest`` or ``perturbation``; None for methods that train by samples."""
 
     def extract(self) -> nn.Module:
         """The subnet as a plain module with the supernet's weights."""
@@ -92,11 +92,12 @@ class GradientSearchConfig:
     weight_warmup_steps: int | None = None
     """steps that train the weights alone, before the architecture learns too; as suits the method if not given"""
     pick: str | None = None
-    """how the subnet is settled on: the `likeliest` of the mixture, or of each choice of candidates the one that is
-    `missed` most; as suits the method if not given, and under targets the likeliest that meets them"""
+    """how the subnet is chosen: the `likeliest` of the mixture, or by `perturbation`: of each choice of candidates the
+    one whose removal raises the loss most; as suits the method if not given, and under targets the likeliest that
+    meets them"""
     budget: int = 200
     """subnets that are scored, by methods that train by samples"""
-    recalibrate: int = 2
+    bn_batches: int = 2
     """batches that batch norms see again before a subnet is scored"""
     search_name: str = "search"
     """of the folder under `results`"""
@@ -127,8 +128,10 @@ def search_gradient(
     settings = replace(search or GradientSearchConfig(), **{name: options.pop(name) for name in own & {*options}})
     run_config = RunConfig(name=run) if isinstance(run, str) else run or RunConfig()
     known = own.union(entry.name for part in (TrainConfig, Execution, RunConfig) for entry in fields(part))
-    for unknown in options.keys() - known:
-        refuse_unknown(unknown, known)
+    unknown = options.keys() - known
+    refuse_options(unknown & OLD_OPTIONS.keys(), known)
+    for name in unknown:
+        refuse_unknown(name, known)
     config, execution, run_config = merge_fields(
         (config or TrainConfig(), execution or Execution(), run_config), options
     )
@@ -165,8 +168,8 @@ def search_gradient(
             f"of {steps} steps, {warmup} of which train the weights alone, none trains the architecture: "
             "give more steps"
         )
-    side = (PROGRESS,) if method.anneals else ()
-    mixed = make_mixed_chain(net, method, side)
+    extra_inputs = (PROGRESS,) if method.anneals else ()
+    mixed = make_mixed_chain(net, method, extra_inputs)
     if method.name == "pc-darts" and not _is_partial(mixed.plain):
         raise SearchError(
             "'pc-darts' mixes a part of the channels, which the supernet has to be built for: give its switches "
@@ -183,11 +186,13 @@ def search_gradient(
     )
     metrics: dict[str, Metric] = {name: MixedMetric(metric) for name, metric in run_config.metrics.items()}
     metrics["mixture"] = Probabilities(total)
-    trained = start(mixed_factory(net, method, side), data, mixed_config, run=replace(run_config, metrics=metrics))
+    trained = start(
+        mixed_factory(net, method, extra_inputs), data, mixed_config, run=replace(run_config, metrics=metrics)
+    )
     assert isinstance(trained.chain, MixedChain)
     mixture = trained.chain.mixture()
     plain = _plain(trained, net, config, run_config)
-    if pick == "missed":
+    if pick == "perturbation":
         subnet = by_perturbation(plain, mixture, settings.penalties)
     else:
         subnet = most_probable_subnet(mixture, targets)
@@ -263,10 +268,9 @@ def _by_samples(
         budget=settings.budget,
         method="evolution",
         seed=trained.config.seed,
-        recalibrate=settings.recalibrate,
+        bn_batches=settings.bn_batches,
         name=settings.search_name,
         on_score=on_score,
-        expected=[target.expected for target in targets],
     )
     best = front.best()
     return GradientSearchResult(trained, best.subnet, dict(best.scores), None, front)
@@ -289,7 +293,7 @@ def _make_targets(
 def _make_result(
     trained: TrainedRun, subnet: Subnet, mixture: Mixture, settings: GradientSearchConfig, method: str, layout: Layout
 ) -> GradientSearchResult:
-    scorer = Scorer(trained, settings.recalibrate)
+    scorer = Scorer(trained, settings.bn_batches)
     scores = {**scorer.quality(subnet), **scorer.cheap(subnet)}
     quality = next(iter(trained.step.metrics), "loss")
     objectives = parse_objectives(*(((), quality) if quality == "loss" else (quality, ())))
@@ -308,12 +312,14 @@ def check_search(settings: GradientSearchConfig, method: GradientMethod | Sample
     warmup, pick, targets = settings.weight_warmup_steps, settings.pick, settings.targets
     if warmup is not None and (not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0):
         raise SearchError(f"weight_warmup_steps is a whole number of 0 or more, not {warmup!r}")
+    if pick == "missed":
+        raise SearchError("pick 'missed' is called 'perturbation' now")
     if pick is not None and pick not in PICKS:
         raise SearchError(f"pick is {' or '.join(map(repr, PICKS))}, not {pick!r}")
     if pick is not None and isinstance(method, SampledMethod):
         raise SearchError(f"'{method.name}' learns no mixture to pick from: leave pick out")
-    if pick == "missed" and targets:
-        raise SearchError("pick 'missed' does not look at what a subnet costs: use 'likeliest' with targets")
+    if pick == "perturbation" and targets:
+        raise SearchError("pick 'perturbation' does not look at what a subnet costs: use 'likeliest' with targets")
     if not isinstance(metrics, Mapping) or not all(callable(metric) for metric in metrics.values()):
         raise SearchError(f'metrics are functions by name, such as {{"accuracy": weft.accuracy}}, not {metrics!r}')
     texts = [targets] if isinstance(targets, str) else targets

@@ -55,16 +55,16 @@ def default_optimizer(method: GradientMethod, steps: int) -> Optimizer:
     return Optimizer(usual.kind, **{**usual.options, "lr": min(0.03, max(usual.options["lr"], 15 / steps))})
 
 
-PICKS = ("likeliest", "missed")
-"""How a subnet is settled on once the mixture is learned: by its probabilities, or by what is missed without it."""
+PICKS = ("likeliest", "perturbation")
+"""How a subnet is chosen once the mixture is learned: by its probabilities, or by the loss without each option."""
 
 
 def default_pick(method: GradientMethod) -> str:
     """Where a user does not say: the method's ``pick``, if it has one."""
-    said = getattr(method, "pick", PICKS[0])
-    if said not in PICKS:
-        raise SearchError(f"pick of '{method.name}' is {' or '.join(map(repr, PICKS))}, not {said!r}")
-    return str(said)
+    pick = getattr(method, "pick", PICKS[0])
+    if pick not in PICKS:
+        raise SearchError(f"pick of '{method.name}' is {' or '.join(map(repr, PICKS))}, not {pick!r}")
+    return str(pick)
 
 
 @runtime_checkable
@@ -123,7 +123,7 @@ class DrNAS:
     anneals: bool = False
     warm: ClassVar[float] = 0.3
     quick: ClassVar[bool] = True
-    pick: ClassVar[str] = "missed"
+    pick: ClassVar[str] = "perturbation"
 
     def __call__(self, alpha: Tensor, training: bool, progress: Tensor | None) -> Tensor:
         concentration = F.elu(alpha) + 1.0
@@ -170,7 +170,7 @@ class Darts:
     order: int = 1
     name: str = "darts"
     anneals: bool = False
-    pick: ClassVar[str] = "missed"
+    pick: ClassVar[str] = "perturbation"
 
     def __call__(self, alpha: Tensor, training: bool, progress: Tensor | None) -> Tensor:
         return torch.softmax(alpha, 0)

@@ -1,10 +1,10 @@
-"""Jobs on the nodes of a Ray cluster: an actor for each that runs, in the placement group of its node's devices.
+"""Jobs on the nodes of a Ray cluster: actors in the placement group of a node's devices run them.
 
     placement group of node A   | bundle 0: GPU 0 |  | bundle 1: GPU 1 |     one bundle a device, all on one node
-    actors in the bundles       | seat  seat      |  | seat            |     a trial on two devices: a seat in each
+    actors in the bundles       | actor actor     |  | actor           |     a trial on two devices: an actor in each
 
-Ray counts whole devices and their memory, so that nobody else is given them; how trials share one is the packer's
-affair. Results and messages travel as JSON text. The study's directory must lie where every node sees it.
+Ray counts whole devices and their memory, and gives them to no one else; the packer decides how trials share one.
+Results and messages are JSON text. The study's directory must lie where every node sees it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,21 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import TuneError, install_extra
-from weft.tune.executors.connection import event_message, event_of, job_message, job_of
 from weft.tune.executors.local import RunningJob
-from weft.tune.executors.processes import surroundings
-from weft.tune.executors.worker import packed, prepare, unpacked, worn, written
-from weft.tune.jobs import Device, Ended, Event, Job, Lost, Reported
+from weft.tune.executors.processes import environment_variables
+from weft.tune.executors.worker import has_leaked_memory, pack_spec, prepare_worker, redirect_output, unpack_spec
+from weft.tune.jobs import (
+    Device,
+    Ended,
+    Event,
+    Job,
+    Lost,
+    Reported,
+    event_from_json,
+    event_to_json,
+    job_from_json,
+    job_to_json,
+)
 from weft.tune.trial import OUTPUT
 
 MEMORY = "weft_memory_mib"
@@ -43,51 +53,51 @@ log = logging.getLogger("weft.tune")
 
 
 class RayExecutor:
-    """An `Executor` on a Ray cluster: the one at ``address``, or of RAY_ADDRESS, or a new one on this machine.
+    """An `Executor` on a Ray cluster: the one at RAY_ADDRESS, or a new one on this machine.
 
     A node's devices are its GPUs, or one CPU device where it has none; a node that comes later brings more.
     """
 
-    def __init__(self, terms: Any, *, address: str | None = None, threads: int = 1) -> None:
+    def __init__(self, spec: Any, *, threads: int = 1) -> None:
         self._ray = _ray()
         self._own = not self._ray.is_initialized()
         if self._own:
             quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": None}
             try:
-                self._ray.init(address=address, **quiet)
+                self._ray.init(**quiet)
             except (ConnectionError, ValueError, RuntimeError) as problem:
-                told = " ".join(str(problem).split())[:200]
-                raise TuneError(f"no Ray cluster can be reached or started: {told}; check RAY_ADDRESS") from None
-        self._payload, self._threads = packed(terms), threads
-        self._places: list[_Place] = []
-        self._jobs: dict[str, _Running] = {}
+                reason = " ".join(str(problem).split())[:200]
+                raise TuneError(f"no Ray cluster can be reached or started: {reason}; check RAY_ADDRESS") from None
+        self._payload, self._threads = pack_spec(spec), threads
+        self._devices: list[_RayDevice] = []
+        self._jobs: dict[str, _RunningRayJob] = {}
         self._events: list[Event] = []
         self._looked = -math.inf
         self._discover()
-        if not self._places:
+        if not self._devices:
             raise TuneError("the Ray cluster has no node with a CPU or GPU that is free for trials")
 
     @property
     def devices(self) -> Sequence[Device]:
         if time.monotonic() - self._looked > LOOK:
             self._discover()
-        return tuple(place.device for place in self._places)
+        return tuple(device.device for device in self._devices)
 
     def start(self, job: Job) -> None:
-        crew = []
-        for place in job.devices:
-            idle = self._places[place].idle
-            crew.append(idle.pop() if idle and len(job.devices) == 1 else self._seat(place))
-        running = self._jobs[job.id] = _Running(job, crew)
+        actors = []
+        for index in job.devices:
+            idle = self._devices[index].idle
+            actors.append(idle.pop() if idle and len(job.devices) == 1 else self._start_actor(index))
+        running = self._jobs[job.id] = _RunningRayJob(job, actors)
         output = str(Path(job.directory) / "trials" / str(job.trials[0]) / OUTPUT)
-        told: Any = crew[0].meeting.remote(len(crew)) if len(crew) > 1 else {}
-        for rank, seat in enumerate(crew):
-            seat.start.remote(json.dumps(job_message(job)), rank, told, output)
-        running.polls = {seat.poll.remote(): rank for rank, seat in enumerate(crew)}
+        rendezvous: Any = actors[0].rendezvous.remote(len(actors)) if len(actors) > 1 else {}
+        for rank, actor in enumerate(actors):
+            actor.start.remote(json.dumps(job_to_json(job)), rank, rendezvous, output)
+        running.polls = {actor.poll.remote(): rank for rank, actor in enumerate(actors)}
 
     def answer(self, job: str, trial: int, prune: bool) -> None:
         if job in self._jobs:
-            self._jobs[job].crew[0].answer.remote(prune)
+            self._jobs[job].workers[0].answer.remote(prune)
 
     def stop(self, job: str) -> None:
         running = self._jobs.pop(job, None)
@@ -104,10 +114,10 @@ class RayExecutor:
             if refs:
                 ready, _ = self._ray.wait(list(refs), num_returns=1, timeout=max(0.0, min(due - now, 1.0)))
                 for ref in ready:
-                    self._hear(refs[ref], ref)
+                    self._receive(refs[ref], ref)
             else:
                 time.sleep(max(0.0, min(due - now, 0.2)))
-            self._look()
+            self._check_time()
             if time.monotonic() >= until:
                 break
         events, self._events = self._events, []
@@ -117,71 +127,69 @@ class RayExecutor:
         for running in list(self._jobs.values()):
             self._kill(running)
         self._jobs.clear()
-        for place in self._places:
-            for seat in place.idle:
-                self._end(seat)
+        for device in self._devices:
+            for actor in device.idle:
+                self._kill_actor(actor)
             with suppress(Exception):
-                self._ray.util.remove_placement_group(place.group)
-        self._places.clear()
+                self._ray.util.remove_placement_group(device.group)
+        self._devices.clear()
         if self._own:
             self._ray.shutdown()
 
-    def processes(self) -> dict[str, list[int]]:
-        """The process ids of every job that runs, rank by rank."""
-        return {id: self._ray.get([seat.pid.remote() for seat in run.crew]) for id, run in self._jobs.items()}
-
-    def _hear(self, running: _Running, ref: Any) -> None:
+    def _receive(self, running: _RunningRayJob, ref: Any) -> None:
         rank = running.polls.pop(ref)
         try:
             messages = json.loads(self._ray.get(ref))
         except Exception as problem:  # the actor, its worker or its node is gone, in Ray's many words
             self._lose(running, problem)
             return
-        idle = worn = False
+        idle = leaked = False
         for message in messages:
-            said = message["say"]
-            if said == "began":
+            kind = message["type"]
+            if kind == "began":
                 running.begin()
-            elif said == "broken":
-                raise TuneError(f"a node cannot import what it is to run: {message['why']}; install it on every node")
-            elif said == "idle":
-                idle, worn = True, message["worn"]
+            elif kind == "broken":
+                raise TuneError(
+                    f"a node cannot import what it is to run: {message['reason']}; install it on every node"
+                )
+            elif kind == "idle":
+                idle, leaked = True, message["leaked"]
             else:
-                self._tell(running, event_of(message["event"]))
-        if worn and len(running.crew) == 1:
-            self._end(running.crew[0])
-        elif idle and len(running.crew) == 1:
-            self._places[running.job.devices[0]].idle.append(running.crew[0])
+                self._handle(running, event_from_json(message["event"]))
+        if leaked and len(running.workers) == 1:
+            self._kill_actor(running.workers[0])
+        elif idle and len(running.workers) == 1:
+            self._devices[running.job.devices[0]].idle.append(running.workers[0])
         elif not idle:
-            running.polls[running.crew[rank].poll.remote()] = rank
+            running.polls[running.workers[rank].poll.remote()] = rank
 
-    def _tell(self, running: _Running, event: Event) -> None:
+    def _handle(self, running: _RunningRayJob, event: Event) -> None:
         if running.job.id not in self._jobs:
             return
-        if isinstance(event, Ended) and event.state == "failed" and len(running.crew) > 1:
+        if isinstance(event, Ended) and event.state == "failed" and len(running.workers) > 1:
             try:  # it may only have noticed that another of its processes is gone
-                self._ray.get([seat.pid.remote() for seat in running.crew], timeout=5)
+                self._ray.get([actor.pid.remote() for actor in running.workers], timeout=5)
             except Exception as problem:
                 self._lose(running, problem)
                 return
         self._events.append(event)
-        if running.over(event):
+        if running.is_over(event):
             del self._jobs[running.job.id]
-            if len(running.crew) > 1:
+            if len(running.workers) > 1:
                 self._kill(running)
 
-    def _lose(self, running: _Running, problem: Exception) -> None:
+    def _lose(self, running: _RunningRayJob, problem: Exception) -> None:
         if self._jobs.pop(running.job.id, None) is not None:
-            why = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
-            self._events.append(Lost(running.job.id, f"its actor is gone: {why[:160]}"))
+            reason = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
+            self._events.append(Lost(running.job.id, f"its actor is gone: {reason[:160]}"))
         self._kill(running)
         if isinstance(problem, self._ray.exceptions.ActorUnavailableError):
             # Mostly its whole node is gone, which Ray will know in a while: nothing is started there until then.
-            for place in running.job.devices:
-                self._places[place].doubted = time.monotonic() + DOUBT
+            for device in running.job.devices:
+                self._devices[device].doubted = time.monotonic() + DOUBT
         self._looked = -math.inf
 
-    def _look(self) -> None:
+    def _check_time(self) -> None:
         now = time.monotonic()
         for running in list(self._jobs.values()):
             if now >= running.deadline:
@@ -190,40 +198,40 @@ class RayExecutor:
         if now - self._looked > LOOK:
             self._discover()
 
-    def _seat(self, place: int) -> Any:
-        found = self._places[place]
+    def _start_actor(self, index: int) -> Any:
+        found = self._devices[index]
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             placement_group=found.group, placement_group_bundle_index=found.bundle
         )
         gpu = found.device.name.startswith("cuda")
         options = {"num_cpus": 0, "num_gpus": 1 / 64 if gpu else 0, "max_concurrency": 4, "max_restarts": 0}
-        seat = self._ray.remote(JobActor).options(**options, scheduling_strategy=strategy)
-        return seat.remote(self._payload, "cuda:0" if gpu else "cpu", None if gpu else self._threads)
+        actor = self._ray.remote(JobActor).options(**options, scheduling_strategy=strategy)
+        return actor.remote(self._payload, "cuda:0" if gpu else "cpu", None if gpu else self._threads)
 
-    def _kill(self, running: _Running) -> None:
+    def _kill(self, running: _RunningRayJob) -> None:
         running.polls.clear()
-        for seat in running.crew:
-            self._end(seat)
+        for actor in running.workers:
+            self._kill_actor(actor)
 
-    def _end(self, seat: Any) -> None:
+    def _kill_actor(self, actor: Any) -> None:
         with suppress(Exception):
-            self._ray.kill(seat, no_restart=True)
+            self._ray.kill(actor, no_restart=True)
 
     def _discover(self) -> None:
-        """Nodes that went keep their places, which are away; those that are new get places at the end."""
+        """The devices of nodes that are gone stay, marked as away; those of new nodes come at the end."""
         self._looked = time.monotonic()
         nodes = {node["NodeID"]: node for node in self._ray.nodes() if node["Alive"]}
-        for place in self._places:
-            gone = place.device.node not in nodes or place.doubted > self._looked
-            place.device = replace(place.device, gone=gone)
-            if place.device.gone:
-                place.idle.clear()
-        known = {place.device.node for place in self._places}
+        for device in self._devices:
+            gone = device.device.node not in nodes or device.doubted > self._looked
+            device.device = replace(device.device, gone=gone)
+            if device.device.gone:
+                device.idle.clear()
+        known = {device.device.node for device in self._devices}
         for id, node in nodes.items():
             if id not in known:
-                self._places += self._reserve(id, node["Resources"])
+                self._devices += self._reserve(id, node["Resources"])
 
-    def _reserve(self, node: str, resources: dict[str, float]) -> list[_Place]:
+    def _reserve(self, node: str, resources: dict[str, float]) -> list[_RayDevice]:
         """All devices of a node, by a placement group with a bundle for each."""
         gpus, cpus = int(resources.get("GPU", 0)), resources.get("CPU", 0.0)
         memory = resources.get(MEMORY)
@@ -249,11 +257,11 @@ class RayExecutor:
         if gpus and size is None:
             size = self._ray.get(self._ray.remote(_gpu_memory).options(num_cpus=0, num_gpus=0.01).remote())
         names = [f"cuda:{index}" for index in range(gpus)] or ["cpu"]
-        return [_Place(Device(name, size, node), group, index) for index, name in enumerate(names)]
+        return [_RayDevice(Device(name, size, node), group, index) for index, name in enumerate(names)]
 
 
 @dataclass(eq=False)
-class _Place:
+class _RayDevice:
     device: Device
     group: Any
     bundle: int
@@ -262,7 +270,7 @@ class _Place:
 
 
 @dataclass(eq=False)
-class _Running(RunningJob):
+class _RunningRayJob(RunningJob):
     polls: dict[Any, int] = field(default_factory=dict)
 
 
@@ -281,66 +289,67 @@ def _ray() -> Any:
     return ray
 
 
-# A seat: what runs jobs on a node of a cluster, as a plain class that an actor is made of.
-
-
 class JobActor:
-    """Runs one job at a time in a thread of its own; its methods are called from others, and speak JSON text."""
+    """The class of the actors: runs one job at a time in a thread of its own; its methods are called from others, and
+    take and return JSON text."""
 
     def __init__(self, payload: bytes, device: str, threads: int | None) -> None:
         self._payload, self._device, self._threads = payload, device, threads
-        self._said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._terms: Any = None
+        self._spec: Any = None
         self._store: Any = None
 
     def pid(self) -> int:
         return os.getpid()
 
-    def meeting(self, world: int) -> dict[str, str]:
-        """Where the processes of a split job meet, which all are on this node."""
-        from weft.tune.executors.processes import open_meeting
+    def rendezvous(self, world: int) -> dict[str, str]:
+        """The variables by which the processes of a split job, all on this node, find each other."""
+        from weft.tune.executors.processes import open_rendezvous
 
-        variables, self._store = open_meeting(world)
+        variables, self._store = open_rendezvous(world)
         return variables
 
     def start(self, job: str, rank: int, variables: dict[str, str], output: str) -> None:
         threading.Thread(
-            target=self._run, args=(job_of(json.loads(job)), rank, variables, output), name="weft-trial", daemon=True
+            target=self._run,
+            args=(job_from_json(json.loads(job)), rank, variables, output),
+            name="weft-trial",
+            daemon=True,
         ).start()
 
     def answer(self, prune: bool) -> None:
         self._answers.put(prune)
 
     def poll(self, timeout: float = 10.0) -> str:
-        """What was said since the last call, waited for if nothing was."""
+        """The messages since the last call, waited for if there are none."""
         found = []
         try:
-            found.append(self._said.get(timeout=timeout))
+            found.append(self._messages.get(timeout=timeout))
             while True:
-                found.append(self._said.get_nowait())
+                found.append(self._messages.get_nowait())
         except queue.Empty:
             return json.dumps(found)
 
     def _run(self, job: Job, rank: int, variables: dict[str, str], output: str) -> None:
-        from weft.tune.training.run_job import attempt
+        from weft.tune.training.run_job import run_job
 
         try:
-            if self._terms is None:
-                self._terms = unpacked(self._payload)
-                prepare(self._device, self._threads)
+            if self._spec is None:
+                self._spec = unpack_spec(self._payload)
+                prepare_worker(self._device, self._threads)
         except Exception as problem:
-            self._said.put({"say": "broken", "why": f"{type(problem).__name__}: {problem}"})
+            self._messages.put({"type": "broken", "reason": f"{type(problem).__name__}: {problem}"})
             return
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if variables else {}
-        with surroundings({**variables, **ranks}), written(output):
-            self._said.put({"say": "began"})
-            attempt(job, self._terms, self._device, rank, self._ask, self._tell)
-        self._said.put({"say": "idle", "worn": worn(self._device)})
+        with environment_variables({**variables, **ranks}), redirect_output(output):
+            self._messages.put({"type": "began"})
+            run_job(job, self._spec, self._device, rank, self._ask, self._tell)
+        self._messages.put({"type": "idle", "leaked": has_leaked_memory(self._device)})
 
     def _ask(self, report: Reported) -> bool:
-        self._said.put({"say": "event", "event": event_message(report)})
+        self._messages.put({"type": "event", "event": event_to_json(report)})
         return self._answers.get()
 
     def _tell(self, ended: Ended) -> None:
-        self._said.put({"say": "event", "event": event_message(ended)})
+        self._messages.put({"type": "event", "event": event_to_json(ended)})

@@ -1,4 +1,4 @@
-"""Estimates of memory, corrected from what trials really took: for packing, never for how a candidate trains."""
+"""Estimates of memory, corrected from what trials took: for packing, never for how a candidate trains."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class MemoryCorrection:
     def __init__(self, repeat: float = 0.02, margin: float = 0.05, growth: float = 1.25) -> None:
         self.repeat, self.margin, self.growth = repeat, margin, growth
         self._peaks: dict[str, int] = {}
-        self._floors: dict[str, int] = {}
+        self._minimums: dict[str, int] = {}
         self._ratios: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
 
     def apply(self, estimate: int, *, shape: str | None = None, family: str | None = None) -> int:
-        """Bytes to admit a trial with.
+        """Bytes to reserve for a trial.
 
         >>> correction = MemoryCorrection()
         >>> correction.on_finished(1000, 1200, family="gpt")
         >>> correction.apply(2000, family="gpt"), correction.apply(2000, family="mlp")
         (2520, 2000)
         """
-        floor = estimate if shape is None else max(estimate, self._floors.get(shape, 0))
+        floor = estimate if shape is None else max(estimate, self._minimums.get(shape, 0))
         if shape is not None and shape in self._peaks:
             return max(ceil(self._peaks[shape] * (1.0 + self.repeat)), floor)
         return max(ceil(estimate * self.factor(family)), floor)
@@ -57,12 +57,12 @@ class MemoryCorrection:
         shape: str | None = None,
         family: str | None = None,
     ) -> int:
-        """A trial wanted more than its limit, and at least ``needed`` if it said so; gives the figure to try it with
-        again."""
+        """A trial wanted more than its limit, and at least ``needed`` if it said so; returns the bytes to reserve
+        when it is tried again."""
         again = max(ceil(limit * self.growth), needed or 0)
         if shape is not None:
-            again = max(again, ceil(self._peaks.get(shape, 0) * (1.0 + self.repeat)), self._floors.get(shape, 0))
-            self._floors[shape] = again
+            again = max(again, ceil(self._peaks.get(shape, 0) * (1.0 + self.repeat)), self._minimums.get(shape, 0))
+            self._minimums[shape] = again
         if family is not None and estimate > 0:
             # It was at least this much, and the next attempt says how much it really is.
             self._ratios[family].append(max(limit, needed or 0) / estimate)

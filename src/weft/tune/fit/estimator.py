@@ -1,4 +1,4 @@
-"""What trials need, found in processes of their own, so that devices never wait for an estimate."""
+"""Requirements of trials, found in processes of their own, so that devices never wait for an estimate."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from weft.errors import TuneError, WeftError
 from weft.space import Value
 from weft.tune.devices import processors
-from weft.tune.executors.processes import INSIDE, begin, context, surroundings
-from weft.tune.executors.worker import packed, unpacked
+from weft.tune.executors.processes import IN_TRIAL, environment_variables, init_process, process_context
+from weft.tune.executors.worker import pack_spec, unpack_spec
 from weft.tune.fit.fit import Requirements, architecture_key, requirements
 from weft.tune.jobs import After
 from weft.tune.recipe import Recipe
@@ -35,7 +35,7 @@ MOST = 8
 
 @dataclass(frozen=True, slots=True)
 class DeviceClass:
-    """What trials are fitted to; with a trial's values, this is all that its need depends on."""
+    """What trials are fitted to; with a trial's values, this is all that its requirements depend on."""
 
     memory: int | None
     devices: int
@@ -47,7 +47,7 @@ class DeviceClass:
 class Infeasible:
     """A trial that cannot be run, and why."""
 
-    why: str
+    reason: str
 
 
 class _Asked(NamedTuple):
@@ -58,7 +58,7 @@ class _Asked(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Estimator:
-    """A pool of one process, which remembers the traces that it made."""
+    """A pool of one process, which keeps the traces that it made."""
 
     pool: ProcessPoolExecutor
     process: Any
@@ -67,16 +67,16 @@ class _Estimator:
     answered: set[str] = field(default_factory=set)
 
     def send(self) -> None:
-        """The next that were asked; first those like one that was answered, which take no time."""
+        """Submit the next trials; first those of an architecture that is known, which take no time."""
         rest = [number for number in self.asked if number not in self.sent]
         rest.sort(key=lambda number: self.asked[number].kind not in self.answered)
-        with suppress(BrokenProcessPool):  # that it is gone is seen when it is heard
+        with suppress(BrokenProcessPool):  # answers() sees that it is gone
             for number in rest[: UNDER_WAY - len(self.sent)]:
                 params, after, _ = self.asked[number]
                 self.sent[number] = self.pool.submit(_found, params, after)
 
     def answers(self) -> list[tuple[int, Requirements | Infeasible]]:
-        """All that are there; what it was asked beside them stays in ``asked``."""
+        """Those that are there; the other questions stay in ``asked``."""
         ready = {number: future for number, future in self.sent.items() if future.done()}
         found = []
         for number, future in ready.items():
@@ -100,19 +100,19 @@ class _Estimator:
 class EstimatorPool:
     """Answers come in any order. Where nothing has to be estimated they are there at once, without a process."""
 
-    def __init__(self, terms: StudySpec, place: DeviceClass, processes: int | None = None) -> None:
-        self._terms, self._place = terms, place
+    def __init__(self, spec: StudySpec, devices: DeviceClass, processes: int | None = None) -> None:
+        self._spec, self._device_class = spec, devices
         most = max(1, min(MOST, processors()[1] // 2)) if processes is None else processes
-        self._most = most if isinstance(terms.objective, Recipe) and place.memory is not None else 0
+        self._most = most if isinstance(spec.objective, Recipe) and devices.memory is not None else 0
         self._estimators: list[_Estimator] = []
         self._by_kind: dict[str, _Estimator] = {}
         self._known: list[tuple[int, Requirements | Infeasible]] = []
-        self._untold: dict[int, Params] = {}
+        self._unreported: dict[int, Params] = {}
 
     @property
     def open(self) -> dict[int, Params]:
-        """Those whose need is not known yet."""
-        return {n: asked.params for one in self._estimators for n, asked in one.asked.items()} | self._untold
+        """Those whose requirements are not known yet."""
+        return {n: asked.params for one in self._estimators for n, asked in one.asked.items()} | self._unreported
 
     def ask(self, number: int, params: Params, after: After | None = None) -> None:
         """``after``: how it was fitted when it took more than a device has, and is to be fitted otherwise."""
@@ -123,8 +123,8 @@ class EstimatorPool:
             estimator.asked[number] = _Asked(dict(params), after, kind)
             estimator.send()
 
-    def told(self) -> list[tuple[int, Requirements | Infeasible]]:
-        """All that is known by now and was not told before."""
+    def completed(self) -> list[tuple[int, Requirements | Infeasible]]:
+        """The answers since the last call."""
         for one in list(self._estimators):
             alive = one.process.is_alive()
             self._known += one.answers()
@@ -133,7 +133,7 @@ class EstimatorPool:
             else:
                 self._lose(one)
         answers, self._known = self._known, []
-        self._untold.clear()
+        self._unreported.clear()
         return answers
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class EstimatorPool:
         self._most = 0
 
     def _of_kind(self, kind: str) -> _Estimator | None:
-        """Who has seen a candidate that computes alike, else whoever has least to do."""
+        """The process that has estimated a trial of that architecture, else the one that has least to do."""
         if kind not in self._by_kind and self._most:
             if len(self._estimators) < self._most and all(one.asked for one in self._estimators):
                 self._start()
@@ -154,20 +154,20 @@ class EstimatorPool:
 
     def _start(self) -> None:
         try:
-            payload = packed(self._terms)
+            payload = pack_spec(self._spec)
         except TuneError:  # what another process cannot import is estimated here
             self._most = 0
             return
         before = multiprocessing.active_children()
-        with surroundings({INSIDE: "1", "OMP_NUM_THREADS": "1"}):
-            given = (os.getpid(), dict(os.environ), payload, self._place)
-            pool = ProcessPoolExecutor(1, context(True), _begin, given)
+        with environment_variables({IN_TRIAL: "1", "OMP_NUM_THREADS": "1"}):
+            given = (os.getpid(), dict(os.environ), payload, self._device_class)
+            pool = ProcessPoolExecutor(1, process_context(True), _begin, given)
             pool.submit(os.getpid)  # which starts the process
         (process,) = (child for child in multiprocessing.active_children() if child not in before)
         self._estimators.append(_Estimator(pool, process))
 
     def _lose(self, one: _Estimator) -> None:
-        log.warning("a process that estimates memory is gone; what it was asked is estimated by the driver")
+        log.warning("a process that estimates memory is gone; its trials are estimated in this process")
         one.pool.shutdown()
         self._estimators.remove(one)
         self._by_kind = {kind: other for kind, other in self._by_kind.items() if other is not one}
@@ -176,35 +176,35 @@ class EstimatorPool:
             self._find(number, params, after)
 
     def _find(self, number: int, params: Params, after: After | None) -> None:
-        """Here, by the driver itself."""
-        self._known.append((number, found(self._terms, params, self._place, after)))
-        self._untold[number] = params
+        """In this process."""
+        self._known.append((number, find_requirements(self._spec, params, self._device_class, after)))
+        self._unreported[number] = params
 
 
-def found(
-    terms: StudySpec, params: Params, place: DeviceClass, after: After | None = None
+def find_requirements(
+    spec: StudySpec, params: Params, devices: DeviceClass, after: After | None = None
 ) -> Requirements | Infeasible:
-    """What a trial needs; a model that cannot be made is its trial's failure, and no other's."""
+    """The requirements of a trial; a model that cannot be made fails this trial, and no other."""
     try:
-        return requirements(terms, params, place.memory, place.devices, place.kind, place.fuse, after)
+        return requirements(spec, params, devices.memory, devices.devices, devices.kind, devices.fuse, after)
     except Exception as problem:
-        mine = isinstance(problem, WeftError)
-        return Infeasible(str(problem) if mine else "".join(traceback.format_exception(problem)).strip())
+        is_own = isinstance(problem, WeftError)
+        return Infeasible(str(problem) if is_own else "".join(traceback.format_exception(problem)).strip())
 
 
 _given: tuple[StudySpec, DeviceClass]
 """Of a process that estimates."""
 
 
-def _begin(driver: int, environment: Mapping[str, str], payload: bytes, place: DeviceClass) -> None:
+def _begin(parent: int, environment: Mapping[str, str], payload: bytes, devices: DeviceClass) -> None:
     global _given
-    begin(driver, environment)
+    init_process(parent, environment)
     import torch
 
     torch.set_num_threads(1)
-    _given = unpacked(payload), place
+    _given = unpack_spec(payload), devices
 
 
 def _found(params: Params, after: After | None) -> Requirements | Infeasible:
-    terms, place = _given
-    return found(terms, params, place, after)
+    spec, devices = _given
+    return find_requirements(spec, params, devices, after)

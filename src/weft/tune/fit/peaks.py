@@ -40,8 +40,8 @@ _last: list[tuple[TrialConfig, str, EvaluationMemory | None]] = []
 def step_memory(config: TrialConfig, strategy: FitStrategy, device: str, *, accumulate: bool) -> StepMemory:
     """Of a trial's step on a kind of device (``cpu`` or a GPU's name).
 
-    With ``accumulate`` it is of a step in several parts, where gradients lie beside the activations of the next part.
-    PlanError where the step cannot be traced.
+    With ``accumulate`` it is of a step in several parts, where gradients are kept beside the activations of the next
+    part. PlanError where the step cannot be traced.
     """
     device = device if device == "cpu" else _known(device)
     batch = example_batch(config, config.batch_size)
@@ -66,7 +66,7 @@ def step_memory(config: TrialConfig, strategy: FitStrategy, device: str, *, accu
 
 
 def evaluates_midway(config: TrialConfig) -> bool:
-    """Whether the trial is evaluated before it ends, while its last batch lies there."""
+    """Whether the trial is evaluated before it ends, while its last batch is still in memory."""
     return config.report_every is not None and config.report_every < config.steps
 
 
@@ -74,7 +74,7 @@ def evaluates_midway(config: TrialConfig) -> bool:
 class StepMemory:
     """Bytes and seconds by the samples of a micro-batch, as the device's caching allocator would reserve them.
 
-    The whole batch lies there, however it is cut, and all of a small data set.
+    They include the whole batch, however it is cut, and all of a small data set.
     """
 
     estimate: Estimate
@@ -85,7 +85,7 @@ class StepMemory:
     """Whether small steps are captured: a graph reads a copy of its micro-batch, and keeps its memory to itself."""
     evaluation: EvaluationMemory | None
     waiting: int
-    """Bytes that lie there while the trial is evaluated: its batch, and what backwards leave."""
+    """Bytes in use beside an evaluation: the batch of the last step, and what backwards leave."""
 
     @property
     def context(self) -> int:
@@ -135,7 +135,7 @@ class _CpuStepMemory(StepMemory):
     """On a CPU, bytes of the storages that are alive at once, as a trial's limit counts them."""
 
     def bytes_at(self, samples: int) -> int:
-        # Between two steps, while the next batch is made, two batches lie there; so do two of an evaluation.
+        # Between two steps, while the next batch is made, there are two batches; so there are in an evaluation.
         parts = self.estimate.parts
         between = parts["weights"] + parts["optimizer"] + 2 * self.batch * self.sample
         found = max(super().bytes_at(samples), between)
@@ -184,7 +184,7 @@ def evaluation_memory(config: TrialConfig, device: str) -> EvaluationMemory | No
 
 
 def left_by_backwards(timeline: AllocationTimeline) -> int:
-    """Bytes that libraries keep for the thread of backwards: they lie there during evaluations, too."""
+    """Bytes that libraries keep for the thread of backwards: they are in use during evaluations, too."""
     phase, kept = 0, dict[int, int]()
     for event in timeline.events:
         block = abs(event) - 1
@@ -204,7 +204,7 @@ def _trace_evaluation(config: TrialConfig, device: str) -> EvaluationMemory | No
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         with torch.no_grad(), evaluation_mode(model), config.autocast(torch.device("cpu")):
             scores(config).add(model(*config.enter(batch)), batch)
-        # An update, for the state that lies there the next time; with no more gradients than training has at once.
+        # An update, for the state that is there the next time; with no more gradients than training has at once.
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)

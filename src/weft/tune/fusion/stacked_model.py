@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
@@ -51,8 +50,6 @@ def build_tracked(config: TrialConfig) -> tuple[nn.Module, set[str]]:
     read, kept = tracker.read, weakref.ref(tracker)
     module = replace(config, params=tracker).bare()
     del tracker
-    if kept() is not None:
-        gc.collect()
     names = read if kept() is None else {*read, *config.params}
     return module, names & set(CONTINUOUS)
 
@@ -184,7 +181,7 @@ class StackedModel:
         }
 
     def load(self, row: int, checkpoint: TrialCheckpoint) -> None:
-        """Puts back what a checkpoint has of a trial, whether it was fused or not."""
+        """Restores a checkpoint of a trial, whether it was fused or not."""
         with torch.no_grad():
             for name, tensor in self.weights(row).items():
                 tensor.copy_(checkpoint.weights[name])

@@ -249,7 +249,7 @@ class FusedTrainer:
     def _remove(self, rows: Sequence[int], left: int) -> None:
         if not rows:
             return
-        self._graphed.close()  # what stays lies elsewhere
+        self._graphed.close()  # the trials that stay are copied to other memory
         for row in rows:
             self._ended(self.alive[row], "pruned")
         stay = [row for row in range(len(self.alive)) if row not in rows]

@@ -1,10 +1,10 @@
-"""Which waiting loads start now, and on which devices: by memory, by what sharing costs, largest first with backfill.
+"""Which waiting jobs start now, and on which devices: by memory and throughput, largest first, with backfill.
 
-    device 0  |######## first ########|                 The largest that waits does not fit yet: where it will
-    device 1  |# small #|~ small ~|    |#### largest ##  is held from then on. Smaller ones start there
-                                      ^ held at         if they end before, or fit beside it.
+    device 0  |######## first ########|                 The largest job that waits does not fit yet: a device is
+    device 1  |# small #|~ small ~|    |#### largest ##  reserved for it. Smaller ones start there if they end
+                                      ^ reserved at     before it starts, or fit beside it.
 
-Where a trial is placed changes how long it takes, never what comes out.
+Where a trial runs changes how long it takes, never its result.
 """
 
 from __future__ import annotations
@@ -12,186 +12,190 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 
-from weft.tune.packing.pool import UNKNOWN, DeviceCapacity, DevicePool, JobSpec, Reservation, Running
+from weft.tune.packing.pool import UNKNOWN, DeviceCapacity, DevicePool, JobSpec, PlacedJob, Reservation
 from weft.tune.packing.throughput import ThroughputModel
 
 __all__ = ["DeviceCapacity", "JobSpec", "Packer", "Placement"]
 
 Placement = tuple[str, tuple[int, ...]]
-PRESSING = 0.5
-"""The part of the time that all devices still need at least, from which on a load is started before larger ones."""
-MANY = 16
-FAILED = 3  # of the last that found no place are remembered, so that others like them are not tried
+CRITICAL = 0.5
+"""A job that takes at least this part of the time that all devices still need starts before larger ones."""
+MAX_CRITICAL = 16
+REMEMBERED = 3
+"""Of the last jobs that found no device, so that others like them are not tried."""
 
 
 class Packer:
-    """Steps by events: ``admit`` when loads wait, ``ended`` when one is done, ``measured`` when its rate is known.
+    """Steps by events: ``admit`` when jobs wait, ``ended`` when one is done, ``measured`` when its rate is known.
 
-    Deterministic in its inputs; it reads no clock. Safety: the loads of a device, with a reserve each, never need more
-    than its memory, and one that is ``alone``, or split, shares with none. Progress: a load that fits on empty devices
-    starts in the end, since one that more than ``patience`` later ones overtook goes first and its place is held.
+    Deterministic in its inputs; it reads no clock. Safety: the jobs of a device, with a reserve each, never need more
+    than its memory, and one that is ``exclusive``, or split, shares with none. Progress: a job that fits on empty
+    devices starts in the end, since one that more than ``max_overtakes`` later ones overtook goes first and its devices
+    are reserved.
     """
 
     def __init__(
-        self, devices: Sequence[DeviceCapacity], *, sharing: ThroughputModel | None = None, patience: int | None = None
+        self,
+        devices: Sequence[DeviceCapacity],
+        *,
+        throughput: ThroughputModel | None = None,
+        max_overtakes: int | None = None,
     ) -> None:
-        self.sharing = sharing or ThroughputModel()
-        self.running: dict[str, Running] = {}
-        self.held: Reservation | None = None
-        self._waiting = JobQueue(max(16, len(devices)) if patience is None else patience)
-        self._floor = DevicePool(devices, self.sharing)
+        self.throughput = throughput or ThroughputModel()
+        self.running: dict[str, PlacedJob] = {}
+        self.reservation: Reservation | None = None
+        self._waiting = JobQueue(max(16, len(devices)) if max_overtakes is None else max_overtakes)
+        self._pool = DevicePool(devices, self.throughput)
         self._under_way = (0.0, 0.0)
 
     @property
     def devices(self) -> tuple[DeviceCapacity, ...]:
-        return self._floor.devices
+        return self._pool.devices
 
     def change(self, devices: Sequence[DeviceCapacity]) -> None:
-        """Devices came or went; what runs keeps its places."""
-        self._floor = DevicePool(devices, self.sharing, self.running.values())
-        self.held = None
+        """Devices came or went; what runs keeps its devices."""
+        self._pool = DevicePool(devices, self.throughput, self.running.values())
+        self.reservation = None
 
-    def possible(self, load: JobSpec) -> bool:
-        """Whether a load would fit on the devices if they were empty."""
-        return self._floor.possible(load)
+    def possible(self, job: JobSpec) -> bool:
+        """Whether a job would fit on the devices if they were empty."""
+        return self._pool.possible(job)
 
     def admit(self, waiting: Iterable[JobSpec], now: float = 0.0) -> list[Placement]:
-        """Of all that wait, the loads that start now, in order, with their devices; they count as running from here on.
+        """Of all that wait, the jobs that start now, in order, with their devices; they count as running from here on.
 
-        One that fits nowhere is passed over. ``now`` is in the seconds of the loads, from any origin.
+        One that fits nowhere is passed over. ``now`` is in the seconds of the jobs, from any origin.
         """
-        self._waiting.set(load for load in waiting if load.id not in self.running)
+        self._waiting.set(job for job in waiting if job.id not in self.running)
         self._waiting.round += 1
         started: list[Placement] = []
-        blocked, (before, self.held) = False, (self.held, None)
+        blocked, before, self.reservation = False, self.reservation, None
         failed: list[JobSpec] = []
-        due, free = self._waiting.due(), self._floor.most_free()
-        promised = [before.load.id] if before is not None and before.load.id in self._waiting else []
-        for load in self._waiting.order([*due, *promised, *self._pressing(now)]):
-            if blocked and ((load.memory or 0) > free or self._hopeless(load, failed)):
+        starved, free = self._waiting.starved(), self._pool.most_free()
+        reserved = [before.job.id] if before is not None and before.job.id in self._waiting else []
+        for job in self._waiting.order([*starved, *reserved, *self._critical(now)]):
+            if blocked and ((job.memory or 0) > free or self._cannot_start(job, failed)):
                 continue
-            places = self._find(load, now)
+            places = self._find(job, now)
             if places is not None:
-                self.placed(load, places, now)
-                started.append((load.id, places))
-                free = self._floor.most_free()
+                self.placed(job, places, now)
+                started.append((job.id, places))
+                free = self._pool.most_free()
             elif blocked:
-                failed = [load, *failed[:FAILED]]
-            elif self.possible(load):
-                blocked, self.held = True, self._hold(load, before, now, load.id in due)
+                failed = [job, *failed[:REMEMBERED]]
+            elif self.possible(job):
+                blocked, self.reservation = True, self._reserve(job, before, now, job.id in starved)
             if blocked and free < 0:
                 break
         return started
 
-    def placed(self, load: JobSpec, places: Sequence[int], now: float = 0.0) -> None:
-        """A load runs there, whoever decided it; nothing changes for one that ``admit`` placed."""
-        if load.id in self.running:
+    def placed(self, job: JobSpec, places: Sequence[int], now: float = 0.0) -> None:
+        """A job runs there, though ``admit`` did not place it."""
+        if job.id in self.running:
             return
-        self._waiting.remove(load.id, started=True)
-        count = max((len(self._floor.on[place]) for place in places), default=0) + 1
-        ends = None if load.seconds is None else now + load.seconds * self.sharing.slowdown(count)
-        run = self.running[load.id] = Running(load, tuple(places), ends)
-        self._floor.enter(run)
+        self._waiting.remove(job.id, started=True)
+        count = max((len(self._pool.jobs_on[place]) for place in places), default=0) + 1
+        ends = None if job.seconds is None else now + job.seconds * self.throughput.slowdown(count)
+        run = self.running[job.id] = PlacedJob(job, tuple(places), ends)
+        self._pool.enter(run)
         self._count(run, 1)
 
     def ended(self, id: str) -> None:
-        """A load is gone: done, failed, stopped or lost. One that only waited waits no more."""
+        """A job is gone: done, failed, stopped or lost. One that only waited waits no more."""
         self._waiting.remove(id)
         if (run := self.running.pop(id, None)) is not None:
-            self._floor.leave(run)
+            self._pool.leave(run)
             self._count(run, -1)
 
     def measured(self, id: str, rate: float) -> None:
-        """What a load does now, in a unit that is the same for all of its kind, such as steps a second."""
+        """The rate of a job now, in a unit that is the same for all of its kind, such as steps a second."""
         if (run := self.running.get(id)) is None:
             return
         run.rate = rate
         for place in run.places:
-            if (company := self._floor.company(place)) is not None:
-                self.sharing.observed(company)
+            if (rates := self._pool.rates_on(place)) is not None:
+                self.throughput.add(rates)
 
-    def _pressing(self, now: float) -> list[str]:
+    def _critical(self, now: float) -> list[str]:
         """Those that would end after all the rest if they began later, by the work that is left for all devices."""
         pace, ends = self._under_way
-        left = (self._waiting.work() + max(0.0, ends - pace * now)) / max(1, self._floor.present())
-        return self._waiting.pressing(PRESSING * left, MANY) if left > 0 else []
+        left = (self._waiting.work() + max(0.0, ends - pace * now)) / max(1, self._pool.present())
+        return self._waiting.critical(CRITICAL * left, MAX_CRITICAL) if left > 0 else []
 
-    def _count(self, run: Running, sign: int) -> None:
-        # What is left of a load is its pace x (its end - now): a sum of these needs no look at every one of them.
+    def _count(self, run: PlacedJob, sign: int) -> None:
+        # What is left of a job is its pace x (its end - now): a sum of these needs no look at every one of them.
         if run.ends is not None:
-            pace = float(sign * run.load.degree)
+            pace = float(sign * run.job.degree)
             self._under_way = (self._under_way[0] + pace, self._under_way[1] + pace * run.ends)
 
-    def _find(self, load: JobSpec, now: float) -> tuple[int, ...] | None:
-        """The least busy devices that have room, of those the tightest; for a split load, on the fullest node."""
-        fit = self._floor.fit(load)
-        if self.held is not None and any(place in self.held.places for place in fit):
-            fit = [place for place in fit if self._lets(place, load, now)]
-        if load.degree == 1:
+    def _find(self, job: JobSpec, now: float) -> tuple[int, ...] | None:
+        """The least busy devices that have room, of those the tightest; for a split job, on the fullest node."""
+        fit = self._pool.fit(job)
+        if self.reservation is not None and any(place in self.reservation.places for place in fit):
+            fit = [place for place in fit if self._may_backfill(place, job, now)]
+        if job.degree == 1:
             return (fit[0],) if fit else None
         nodes: dict[str, list[int]] = {}
         for place in fit:
-            nodes.setdefault(self._floor.devices[place].node, []).append(place)
-        enough = [places for places in nodes.values() if len(places) >= load.degree]
-        return tuple(min(enough, key=len)[: load.degree]) if enough else None
+            nodes.setdefault(self._pool.devices[place].node, []).append(place)
+        enough = [places for places in nodes.values() if len(places) >= job.degree]
+        return tuple(min(enough, key=len)[: job.degree]) if enough else None
 
-    def _lets(self, place: int, load: JobSpec, now: float) -> bool:
-        """Whether a load may start on a device without delaying the one that it is held for, if it is."""
-        held = self.held
-        if held is None or place not in held.places:
+    def _may_backfill(self, place: int, job: JobSpec, now: float) -> bool:
+        """Whether a job may start on a device without delaying the one that it is reserved for, if it is."""
+        reserved = self.reservation
+        if reserved is None or place not in reserved.places:
             return True
-        if held.at is None:
+        if reserved.at is None:
             return False
-        slowdown = self.sharing.slowdown(len(self._floor.on[place]) + 1)
-        if load.seconds is not None and now + load.seconds * slowdown <= held.at:
+        slowdown = self.throughput.slowdown(len(self._pool.jobs_on[place]) + 1)
+        if job.seconds is not None and now + job.seconds * slowdown <= reserved.at:
             return True
-        return self._floor.beside(place, load, held.load, held.at)
+        return self._pool.fits_with(place, job, reserved.job, reserved.at)
 
-    def _hold(self, load: JobSpec, before: Reservation | None, now: float, due: bool) -> Reservation | None:
-        """Where and when a load could start if nothing else did; the devices stay the same while it heads the queue.
+    def _reserve(self, job: JobSpec, before: Reservation | None, now: float, starved: bool) -> Reservation | None:
+        """Where and when a job could start if nothing else did; the devices stay the same while it heads the queue.
 
-        Where nobody knows when loads end, a place is held only for one that is due.
+        Where no ends are known, devices are reserved only for one that is starved.
         """
-        same = before.places if before is not None and before.load.id == load.id else None
+        same = before.places if before is not None and before.job.id == job.id else None
         nodes: dict[str, list[tuple[float, int, int]]] = {}
-        for opening in self._floor.openings(load, now, same):
-            nodes.setdefault(self._floor.devices[opening[2]].node, []).append(opening)
+        for free_time in self._pool.free_times(job, now, same):
+            nodes.setdefault(self._pool.devices[free_time[2]].node, []).append(free_time)
         best: tuple[float, int, tuple[int, ...]] | None = None
-        for openings in nodes.values():
-            chosen = openings[: load.degree]
-            if len(chosen) == load.degree and chosen[-1][0] < inf:
+        for free_times in nodes.values():
+            chosen = free_times[: job.degree]
+            if len(chosen) == job.degree and chosen[-1][0] < inf:
                 at = (chosen[-1][0], sum(used for _, used, _ in chosen), tuple(place for *_, place in chosen))
                 best = at if best is None else min(best, at)
-        if best is None or (best[0] >= UNKNOWN and not due):
+        if best is None or (best[0] >= UNKNOWN and not starved):
             return None
-        return Reservation(load, best[2], best[0] if best[0] < UNKNOWN else None)
+        return Reservation(job, best[2], best[0] if best[0] < UNKNOWN else None)
 
-    def _hopeless(self, load: JobSpec, failed: Sequence[JobSpec]) -> bool:
-        """Whether a load asks for no less than one that found no place; devices only fill while loads are admitted."""
+    def _cannot_start(self, job: JobSpec, failed: Sequence[JobSpec]) -> bool:
+        """Whether a job asks for no less than one that found no device; devices only fill while jobs are admitted."""
         return any(
-            load.degree >= other.degree
-            and (load.memory is None or (other.memory is not None and load.memory >= other.memory))
-            and (load.seconds is None or (other.seconds is not None and load.seconds >= other.seconds))
-            and (self._floor.alone(load) or not self._floor.alone(other))
+            job.degree >= other.degree
+            and (job.memory is None or (other.memory is not None and job.memory >= other.memory))
+            and (job.seconds is None or (other.seconds is not None and job.seconds >= other.seconds))
+            and (self._pool.runs_alone(job) or not self._pool.runs_alone(other))
             for other in failed
         )
 
 
-# What waits, in the order in which it should start: the largest first, and before it whoever waited too long.
-
-SMALL = 0.2
+MEMORY_FLOOR = 0.2
 
 
 class JobQueue:
-    """Loads by size, as ``_size`` has it; those of one size in the order in which they came.
+    """Waiting jobs by size, as ``_size`` has it; those of one size in the order in which they came.
 
-    A load is overtaken by every one that came later and started sooner; after more than ``patience`` of them it is due.
+    A job is overtaken by every one that came later and started sooner; after more than ``max_overtakes`` it is starved.
     """
 
-    def __init__(self, patience: int) -> None:
-        self.patience = patience
+    def __init__(self, max_overtakes: int) -> None:
+        self.max_overtakes = max_overtakes
         self.round = 0
-        self._loads: dict[str, JobSpec] = {}
+        self._jobs: dict[str, JobSpec] = {}
         self._sorted: list[JobSpec] | None = None
         self._longest: list[JobSpec] | None = None
         self._work = 0.0
@@ -199,78 +203,78 @@ class JobQueue:
         self._starts: dict[int, int] = {}
 
     def __contains__(self, id: str) -> bool:
-        return id in self._loads
+        return id in self._jobs
 
-    def set(self, loads: Iterable[JobSpec]) -> None:
+    def set(self, jobs: Iterable[JobSpec]) -> None:
         """These wait, and no others; those that waited before keep their turn."""
-        given = {load.id: load for load in loads}
-        for id, load in list(self._loads.items()):
+        given = {job.id: job for job in jobs}
+        for id, job in list(self._jobs.items()):
             if id not in given:
                 self.remove(id)
-            elif given[id] is not load and given[id] != load:
-                self._work += given[id].work - load.work
-                self._loads[id], self._sorted, self._longest = given[id], None, None
-        for id, load in given.items():
-            if id not in self._loads:
-                self._loads[id], self._came[id] = load, self.round
+            elif given[id] is not job and given[id] != job:
+                self._work += given[id].work - job.work
+                self._jobs[id], self._sorted, self._longest = given[id], None, None
+        for id, job in given.items():
+            if id not in self._jobs:
+                self._jobs[id], self._came[id] = job, self.round
                 self._sorted = self._longest = None
-                self._work += load.work
+                self._work += job.work
 
     def remove(self, id: str, started: bool = False) -> None:
-        load = self._loads.pop(id, None)
-        if load is not None:
-            self._work -= load.work
+        job = self._jobs.pop(id, None)
+        if job is not None:
+            self._work -= job.work
             came = self._came.pop(id)
             if started:
                 self._starts[came] = self._starts.get(came, 0) + 1
 
-    def due(self) -> list[str]:
+    def starved(self) -> list[str]:
         """Those that too many later ones overtook, in the order in which they came."""
         oldest = min(self._came.values(), default=self.round)
         self._starts = {came: count for came, count in self._starts.items() if came > oldest}
-        if sum(self._starts.values()) <= self.patience:
+        if sum(self._starts.values()) <= self.max_overtakes:
             return []
-        return [id for id, came in self._came.items() if self._later(came) > self.patience]
+        return [id for id, came in self._came.items() if self._later(came) > self.max_overtakes]
 
     def work(self) -> float:
         """Seconds that all of them take on all their devices, as far as that can be said."""
         return self._work
 
-    def pressing(self, seconds: float, most: int) -> list[str]:
+    def critical(self, seconds: float, most: int) -> list[str]:
         """Those that take no less than this, the longest first; so many at most."""
         if self._longest is None:
-            known = (load for load in self._loads.values() if load.seconds is not None)
-            self._longest = sorted(known, key=lambda load: (load.seconds or 0.0, load.memory or 0))
-        while self._longest and self._longest[-1].id not in self._loads:
+            known = (job for job in self._jobs.values() if job.seconds is not None)
+            self._longest = sorted(known, key=lambda job: (job.seconds or 0.0, job.memory or 0))
+        while self._longest and self._longest[-1].id not in self._jobs:
             self._longest.pop()  # it went since the list was sorted
         found: list[str] = []
-        for load in reversed(self._longest):
-            if (load.seconds or 0.0) < seconds or len(found) == most:
+        for job in reversed(self._longest):
+            if (job.seconds or 0.0) < seconds or len(found) == most:
                 break
-            if load.id in self._loads:
-                found.append(load.id)
+            if job.id in self._jobs:
+                found.append(job.id)
         return found
 
-    def order(self, due: Iterable[str]) -> Iterator[JobSpec]:
+    def order(self, first: Iterable[str]) -> Iterator[JobSpec]:
         """These first, then the largest."""
         if self._sorted is None:
-            known = [load.seconds for load in self._loads.values() if load.seconds is not None]
+            known = [job.seconds for job in self._jobs.values() if job.seconds is not None]
             usual = sum(known) / len(known) if known else 1.0
-            most = max((load.memory or 0 for load in self._loads.values()), default=0)
-            self._sorted = sorted(self._loads.values(), key=lambda load: -_size(load, usual, most))
-        if len(self._sorted) > 2 * len(self._loads):
-            self._sorted = [load for load in self._sorted if load.id in self._loads]
-        first = {id: self._loads[id] for id in due}
-        yield from first.values()
+            most = max((job.memory or 0 for job in self._jobs.values()), default=0)
+            self._sorted = sorted(self._jobs.values(), key=lambda job: -_size(job, usual, most))
+        if len(self._sorted) > 2 * len(self._jobs):
+            self._sorted = [job for job in self._sorted if job.id in self._jobs]
+        ahead = {id: self._jobs[id] for id in first}
+        yield from ahead.values()
         # Those that went since the list was sorted are passed over.
-        yield from (load for load in self._sorted if load.id in self._loads and load.id not in first)
+        yield from (job for job in self._sorted if job.id in self._jobs and job.id not in ahead)
 
     def _later(self, came: int) -> int:
         return sum(count for other, count in self._starts.items() if other > came)
 
 
-def _size(load: JobSpec, usual: float, most: int) -> float:
+def _size(job: JobSpec, usual: float, most: int) -> float:
     """Seconds x devices x memory, and a fifth of the most memory that any asks for: what is small but long should not
     begin last. Of unknown length, as long as others; of unknown memory, as large as the largest."""
-    memory = max(most, 1) if load.memory is None else load.memory
-    return (memory + SMALL * max(most, 1)) * (usual if load.seconds is None else load.seconds) * load.degree
+    memory = max(most, 1) if job.memory is None else job.memory
+    return (memory + MEMORY_FLOOR * max(most, 1)) * (usual if job.seconds is None else job.seconds) * job.degree

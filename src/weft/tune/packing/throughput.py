@@ -1,4 +1,4 @@
-"""How much a device gets done when loads share it: memory that is full is not work that is done."""
+"""How much work a device does when jobs rate it, and whether one more is worth while."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TWICE = 2
 
 @dataclass(frozen=True, slots=True)
 class JobRate:
-    """What one load did in some company: its rate, in a unit that is the same for all of its kind, such as steps/s."""
+    """What one job did beside others: its rate, in a unit that is the same for all of its kind, such as steps/s."""
 
     kind: str
     rate: float
@@ -20,10 +20,10 @@ class JobRate:
 
 
 class ThroughputModel:
-    """Learns, from measured rates, how many loads at once are worth while, and which kinds must be alone.
+    """Learns from measured rates how many jobs at once raise the throughput, and which kinds must run alone.
 
-    The speed of a load is its rate by the best rate that its kind was ever seen at, so 1 is as alone. A device
-    does the sum of its loads' speeds. One more is worth while if that raised the sum by ``gain``; once it did, it stays
+    The speed of a job is its rate divided by the best rate of its kind, so 1 is as alone. The throughput of a device is
+    the sum of its jobs' speeds. One more job is worth while if it raised the sum by ``gain``; once it did, it stays
     allowed until it lowers the sum (so that noise does not flip it), and once it did not, it is tried again only
     after ``again`` further measurements.
     """
@@ -31,57 +31,57 @@ class ThroughputModel:
     def __init__(self, gain: float = 0.05, again: int = 32) -> None:
         self.gain, self.again = gain, again
         self._best: dict[str, float] = {}
-        self._seen: dict[int, deque[tuple[JobRate, ...]]] = defaultdict(lambda: deque(maxlen=RECENT))
-        self._top = 1
+        self._measured: dict[int, deque[tuple[JobRate, ...]]] = defaultdict(lambda: deque(maxlen=RECENT))
+        self._allowed = 1
         self._refused: dict[int, int] = {}
-        self._blamed: dict[str, int] = defaultdict(int)
+        self._slowed_others: dict[str, int] = defaultdict(int)
         self.count = 0
 
-    def observed(self, company: Sequence[JobRate]) -> None:
-        """All the loads of one device, measured while they, and no others, ran on it."""
-        for share in company:
-            self._best[share.kind] = max(self._best.get(share.kind, 0.0), share.rate)
+    def add(self, rates: Sequence[JobRate]) -> None:
+        """The rates of all the jobs of one device, measured while these and no others ran on it."""
+        for rate in rates:
+            self._best[rate.kind] = max(self._best.get(rate.kind, 0.0), rate.rate)
         self.count += 1
-        self._seen[len(company)].append(tuple(company))
-        if len(company) > 1 and self._total(company) < 1.0 - self.gain:
-            # Worse than one after another: the largest is the one that the others cannot be beside.
-            self._blamed[max(company, key=lambda share: (share.size, share.kind)).kind] += 1
-        self._judge(len(company))
+        self._measured[len(rates)].append(tuple(rates))
+        if len(rates) > 1 and self._total(rates) < 1.0 - self.gain:
+            # Worse than one after another: the largest is what slows the others.
+            self._slowed_others[max(rates, key=lambda rate: (rate.size, rate.kind)).kind] += 1
+        self._update(len(rates))
 
     def speed(self, count: int) -> float | None:
-        """The sum of the speeds of so many loads, the mean of what was seen of late; None: never seen."""
-        seen = self._seen.get(count)
+        """The throughput of so many jobs, the mean of recent measurements; None: never measured."""
+        seen = self._measured.get(count)
         return sum(map(self._total, seen)) / len(seen) if seen else None
 
-    def worth(self, count: int) -> bool:
-        """Whether a device that runs so many should get one more."""
-        # What added nothing is tried again after a while, and nothing beyond it before it did add something.
+    def allows_one_more(self, count: int) -> bool:
+        """Whether a device that runs so many jobs should get one more."""
+        # A count that added nothing is tried again after a while, and no larger one before it does add something.
         return count == 0 or not any(
             more <= count or (more == count + 1 and self.count - when < self.again)
             for more, when in self._refused.items()
         )
 
-    def alone(self, kind: str) -> bool:
-        """Whether a kind was found to be better off by itself, twice."""
-        return self._blamed[kind] >= TWICE if kind in self._blamed else False
+    def must_run_alone(self, kind: str) -> bool:
+        """Whether a kind slowed the others below one after another, twice."""
+        return self._slowed_others[kind] >= TWICE if kind in self._slowed_others else False
 
     def slowdown(self, count: int) -> float:
-        """How many times as long a load should take among so many: 1 where nothing is known."""
+        """How many times as long a job should take among so many: 1 where nothing is known."""
         speed = self.speed(count)
         return max(count / speed, 1.0) if speed else 1.0
 
-    def _judge(self, count: int) -> None:
-        here, fewer = self.speed(count), [n for n in self._seen if n < count]
+    def _update(self, count: int) -> None:
+        here, fewer = self.speed(count), [n for n in self._measured if n < count]
         if here is None or not fewer:
             return
         before = self.speed(max(fewer)) or 0.0
-        needed = before if count <= self._top else before * (1.0 + self.gain)
+        needed = before if count <= self._allowed else before * (1.0 + self.gain)
         if here < needed:
             self._refused[count] = self.count
-            self._top = min(self._top, count - 1)
+            self._allowed = min(self._allowed, count - 1)
         else:
             self._refused.pop(count, None)
-            self._top = max(self._top, count)
+            self._allowed = max(self._allowed, count)
 
-    def _total(self, company: Sequence[JobRate]) -> float:
-        return sum(share.rate / self._best[share.kind] if self._best[share.kind] else 0.0 for share in company)
+    def _total(self, rates: Sequence[JobRate]) -> float:
+        return sum(rate.rate / self._best[rate.kind] if self._best[rate.kind] else 0.0 for rate in rates)

@@ -1,4 +1,4 @@
-"""The definition of a study: what its proposals and prunings follow from, so that a resumed one goes on alike."""
+"""The definition of a study: what its proposals and prunings follow from, and must be equal when it is resumed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 from weft.errors import TuneError
 from weft.space import Space
-from weft.tune.study.distributions import check_space
 from weft.tune.study.optuna import Given, OptunaSpec, parse_spec
-from weft.tune.study.records import Direction
-from weft.tune.study.storage import Storage
+from weft.tune.study.storage import Direction, Storage
+from weft.utils import rng
 from weft.utils.files import to_json
 
 
@@ -20,36 +19,45 @@ class Definition:
     space: Space
     directions: tuple[Direction, ...]
     seed: int
-    window: int
+    max_concurrent: int
     sampler: OptunaSpec
     pruner: OptunaSpec
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "format": 1,
+            "format": 2,
             "space": self.space.to_json(),
             "directions": list(self.directions),
             "seed": self.seed,
-            "window": self.window,
+            "max_concurrent": self.max_concurrent,
             "sampler": self.sampler.to_json(),
             "pruner": self.pruner.to_json(),
         }
 
 
+def check_space(space: Space) -> None:
+    """Raises TuneError for a space in which nothing varies, SpaceError for one whose constraints cannot be met."""
+    if not space.choices:
+        raise TuneError("the space has no choices, so there is nothing to tune; add one, as space.real('lr', 1e-4, 1)")
+    space.sample(rng.generator("check the space"))
+
+
 def define(
-    space: Space, directions: Sequence[Direction], seed: int, window: int, sampler: Given, pruner: Given
+    space: Space, directions: Sequence[Direction], seed: int, max_concurrent: int, sampler: Given, pruner: Given
 ) -> Definition:
     """A definition whose every part is checked."""
     check_space(space)
     chosen = parse_spec("sampler", sampler)
     if chosen.name == "cmaes" and len(directions) > 1:
         raise TuneError(f"the sampler 'cmaes' takes one objective, not {len(directions)}; use nsga2, tpe or gp")
-    return Definition(space, tuple(directions), seed, window, chosen, parse_spec("pruner", pruner))
+    return Definition(space, tuple(directions), seed, max_concurrent, chosen, parse_spec("pruner", pruner))
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     """The first thing that differs between two definitions, in words; None if nothing does."""
-    for name in ("seed", "window", "directions", "sampler", "pruner"):
+    if "window" in old:  # of format 1
+        old = {**old, "max_concurrent": old["window"] + 1}
+    for name in ("seed", "max_concurrent", "directions", "sampler", "pruner"):
         if old.get(name) != new[name]:
             return f"its {name} changed from {_shown(old.get(name))} to {_shown(new[name])}"
     before, after = ({entry["name"]: entry for entry in one["space"]["names"]} for one in (old, new))
@@ -73,14 +81,12 @@ def _shown(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-# The opening of a study: created anew, or found to be the one that is to go on.
-
 DEFINITION = "weft:definition"
 """The attribute of a study in which it keeps its definition."""
 
 
 def prepare(rows: Storage, name: str, definition: Definition, objectives: Sequence[str], resume: bool) -> None:
-    """Create the study, or see to it that the one that exists may be gone on with."""
+    """Create the study, or check that the one that exists may be resumed."""
     known = rows.attrs().get(DEFINITION) if rows.exists else None
     if known is None:
         if not rows.exists:
@@ -96,7 +102,7 @@ def prepare(rows: Storage, name: str, definition: Definition, objectives: Sequen
         ended = sum(state in ("COMPLETE", "PRUNED", "FAIL") for state in states)
         raise TuneError(
             f"a study '{name}' exists in {rows.shown}, with {ended} of {len(states)} trials ended; "
-            "go on with it by --resume (resume=True), or use another name"
+            "continue it with --resume (resume=True), or use another name"
         )
     if (found := difference(known, to_json(definition.to_json()))) is not None:
-        raise TuneError(f"the study '{name}' cannot be resumed: {found}; give it back its definition, or another name")
+        raise TuneError(f"the study '{name}' cannot be resumed: {found}; restore its definition, or use another name")

@@ -1,21 +1,21 @@
-"""Pruning: whether a trial ends early, a function of its own reports and of those of the trials that it may see."""
+"""Whether a trial ends early: a function of its own reports and of those of the trials that it may see."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.tune.study.optuna import OptunaSpec, build, silence_optuna
-from weft.tune.study.records import Direction, TrialRecord, visible
-from weft.tune.study.sampler import for_pruning
+from weft.tune.study.optuna import OptunaSpec, build, in_memory_study, optuna_module, optuna_state, silence_optuna
+from weft.tune.study.storage import Direction, TrialRecord, visible
 
 
 class TrialPruner:
     """Of one trial. It is pruned where the pruner would prune it on every objective, each taken by itself.
 
-    All that the trial may see has ended before it was proposed, so a judge looks once, and one that is built anew and
-    told the same reports in order of their steps comes to the same decisions. A report that is not a number never
-    survives where the pruner compares; among the reports of others it is the worst.
+    All that the trial may see has ended before it was proposed, so it is read once. A pruner that is built anew and
+    gets the same reports in order of their steps makes the same decisions. A report that is not a number never survives
+    where the pruner compares; among the reports of others it is the worst.
     """
 
     def __init__(
@@ -23,30 +23,30 @@ class TrialPruner:
         records: Sequence[TrialRecord],
         number: int,
         *,
-        window: int,
+        max_concurrent: int,
         directions: Sequence[Direction],
         pruner: OptunaSpec,
     ) -> None:
         self.decisions: dict[int, bool] = {}
-        """By step; a step is told once."""
+        """By step, each reported once."""
         self._trials: list[Any] = []
         self._studies: list[Any] = []
-        if pruner.name != "none":
-            past = visible(records, number, window)
-            with silence_optuna():
-                for objective, direction in enumerate(directions):
-                    study = for_pruning(past, objective, direction, build(pruner))
-                    self._studies.append(study)
-                    self._trials.append(study.ask())
+        past = visible(records, number, max_concurrent)
+        with silence_optuna():
+            for objective, direction in enumerate(directions):
+                seen = (_trial(record, objective, direction) for record in past)
+                study = in_memory_study(seen, [direction], build(pruner))
+                self._studies.append(study)
+                self._trials.append(study.ask())
 
     def report(self, step: int, values: Sequence[float]) -> bool:
         """Whether the trial is to end at this step, which is later than all before."""
         with silence_optuna():
-            for trial, value in zip(self._trials, values, strict=bool(self._trials)):
+            for trial, value in zip(self._trials, values, strict=True):
                 trial.report(value, step)
-            # Not by all() of a generator: each pruner takes down what it saw.
+            # Not by all() of a generator: each pruner keeps state of its own.
             decisions = [bool(trial.should_prune()) for trial in self._trials]
-        self.decisions[step] = bool(decisions) and all(decisions)
+        self.decisions[step] = all(decisions)
         return self.decisions[step]
 
     @property
@@ -55,14 +55,38 @@ class TrialPruner:
         return max(self.decisions, default=-1)
 
     @property
-    def rungs(self) -> tuple[Mapping[str, Any], ...]:
+    def state(self) -> tuple[Mapping[str, Any], ...]:
         """What the pruner keeps with the trial, for each objective."""
         with silence_optuna():
             return tuple(dict(study.get_trials(deepcopy=False)[-1].system_attrs) for study in self._studies)
 
 
-def judged(judge: TrialPruner, reports: Mapping[int, Sequence[float]]) -> TrialPruner:
-    """The judge, having been told all these reports in order."""
+def replay_reports(pruner: TrialPruner, reports: Mapping[int, Sequence[float]]) -> TrialPruner:
+    """The pruner, after all these reports in order of their steps."""
     for step in sorted(reports):
-        judge.report(step, reports[step])
-    return judge
+        pruner.report(step, reports[step])
+    return pruner
+
+
+WORST = 1e300
+"""Stands for what is not finite, so that percentiles over it stay numbers."""
+
+
+def clip_to_finite(value: float, direction: Direction) -> float:
+    """The value, with infinities made finite and NaN the worst there is."""
+    if math.isnan(value):
+        return WORST if direction == "minimize" else -WORST
+    return min(max(value, -WORST), WORST)
+
+
+def _trial(record: TrialRecord, objective: int, direction: Direction) -> Any:
+    """A record as one objective sees it: its value, its reports and what the pruner keeps with it."""
+    done = record.state == "complete" and record.values is not None
+    return optuna_module().trial.create_trial(
+        state=optuna_state(record.state),
+        value=record.values[objective] if done and record.values is not None else None,
+        system_attrs=dict(record.pruner_state[objective]) if record.pruner_state else {},
+        intermediate_values={
+            step: clip_to_finite(values[objective], direction) for step, values in sorted(record.reports.items())
+        },
+    )

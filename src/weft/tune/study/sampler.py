@@ -1,4 +1,4 @@
-"""A proposal: the parameters of a trial, a function of the seed, its number and the results that it may see."""
+"""The parameters of a trial: a function of the seed, its number and the results that it may see."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from typing import Any
 
 from weft.errors import TuneError
 from weft.space import Floats, Space, Value
-from weft.tune.study.distributions import distributions, suggest
-from weft.tune.study.optuna import OptunaSpec, build, optuna_module, silence_optuna
-from weft.tune.study.records import Direction, TrialRecord, visible
+from weft.tune.study.optuna import (
+    OptunaSpec,
+    build,
+    distributions,
+    in_memory_study,
+    optuna_module,
+    optuna_state,
+    silence_optuna,
+    suggest,
+)
+from weft.tune.study.storage import Direction, TrialRecord, visible
 from weft.utils import rng
 
 ATTEMPTS = 10
-"""Draws of a sampler that knows no constraints before our own, which does, takes its place."""
+"""Draws of a sampler, which knows no constraints, before one of the space, which does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +49,17 @@ def propose(
     records: Sequence[TrialRecord],
     number: int,
     *,
-    window: int,
+    max_concurrent: int,
     directions: Sequence[Direction],
     sampler: OptunaSpec,
     seed: int,
 ) -> Suggested:
     """What trial ``number`` is to try; of ``records`` it sees those before it, as :func:`visible` says."""
-    past = visible(records, number, window)
+    past = visible(records, number, max_concurrent)
     if sampler.name == "grid":
         return _next_of_grid(space, past, sampler, seed)
     with silence_optuna():
-        study = for_proposal(space, past, directions)
+        study = in_memory_study((proposed_trial(space, record, len(directions)) for record in past), directions)
         for attempt in range(ATTEMPTS):
             study.sampler = build(sampler, rng.key(seed, "propose", number, attempt))
             trial = study.ask()
@@ -64,7 +72,7 @@ def propose(
     return Suggested(dict(space.sample(rng.generator(seed, "propose", number)).values), {})
 
 
-def left_in_grid(space: Space, records: Sequence[TrialRecord], sampler: OptunaSpec, seed: int) -> int:
+def remaining_grid_points(space: Space, records: Sequence[TrialRecord], sampler: OptunaSpec, seed: int) -> int:
     """Points of the grid that no trial has tried yet."""
     tried = {_point(record.params) for record in records}
     return sum(_point(params) not in tried for params in _grid_of(space, sampler, seed))
@@ -101,41 +109,8 @@ def _point(params: Any) -> tuple[tuple[str, Value], ...]:
     return tuple(sorted(params.items()))
 
 
-# A view: records as an Optuna study in memory, which samplers and pruners read; it is thrown away afterwards.
-
-NAME = "study"
-"""Of every view: Hyperband deals its brackets by name and number, and the user's name must not change a result."""
-WORST = 1e300
-"""Stands for what is not finite, so that percentiles over it stay numbers."""
-
-
-def for_proposal(space: Space, records: Sequence[TrialRecord], directions: Sequence[Direction]) -> Any:
-    """Every record with its parameters and what the sampler keeps with it."""
-    with silence_optuna():
-        study = optuna_module().create_study(study_name=NAME, directions=list(directions))
-        for record in records:
-            study.add_trial(_proposed(space, record, len(directions)))
-    return study
-
-
-def for_pruning(records: Sequence[TrialRecord], objective: int, direction: Direction, pruner: Any) -> Any:
-    """Every record as one objective sees it: its value, its reports and what the pruner keeps with it."""
-    with silence_optuna():
-        study = optuna_module().create_study(study_name=NAME, direction=direction, pruner=pruner)
-        for record in records:
-            study.add_trial(_reported(record, objective, direction))
-    return study
-
-
-def clip_to_finite(value: float, direction: Direction) -> float:
-    """The value, with infinities made finite and NaN the worst there is."""
-    if math.isnan(value):
-        return WORST if direction == "minimize" else -WORST
-    return min(max(value, -WORST), WORST)
-
-
-def _proposed(space: Space, record: TrialRecord, objectives: int) -> Any:
-    trials = optuna_module().trial
+def proposed_trial(space: Space, record: TrialRecord, objectives: int) -> Any:
+    """A record as Optuna's trial, with its parameters and what the sampler keeps with it."""
     state, values, intermediate = record.state, record.values, {}
     if objectives == 1:
         intermediate = {step: values[0] for step, values in record.reports.items()}
@@ -144,28 +119,11 @@ def _proposed(space: Space, record: TrialRecord, objectives: int) -> Any:
         # values tell where not to look.
         known = values is not None and all(map(math.isfinite, values))
         state, values = ("complete", values) if known else ("failed", None)
-    return trials.create_trial(
-        state=_state(trials.TrialState, state),
+    return optuna_module().trial.create_trial(
+        state=optuna_state(state),
         values=None if values is None or state not in ("complete", "pruned") else list(values),
         params=dict(record.params),
         distributions=distributions(space, record.params),
         system_attrs=dict(record.attrs),
         intermediate_values=intermediate,
     )
-
-
-def _reported(record: TrialRecord, objective: int, direction: Direction) -> Any:
-    trials = optuna_module().trial
-    done = record.state == "complete" and record.values is not None
-    return trials.create_trial(
-        state=_state(trials.TrialState, record.state),
-        value=record.values[objective] if done and record.values is not None else None,
-        system_attrs=dict(record.rungs[objective]) if record.rungs else {},
-        intermediate_values={
-            step: clip_to_finite(values[objective], direction) for step, values in sorted(record.reports.items())
-        },
-    )
-
-
-def _state(states: Any, state: str) -> Any:
-    return states[{"complete": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL", "running": "RUNNING"}[state]]

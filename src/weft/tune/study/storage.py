@@ -1,22 +1,35 @@
-"""The storage of a study: Optuna's tables in SQLite, PostgreSQL, or whatever else its ``RDBStorage`` takes.
+"""The trials of a study as records, and their storage: Optuna's tables in SQLite, PostgreSQL, or whatever else its
+``RDBStorage`` takes.
 
 This module alone uses the interface of Optuna's storages; what it writes, Optuna and its dashboard read as their own.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
 
 from weft.errors import TuneError, WeftError, install_extra
-from weft.runs.run import hold
-from weft.tune.study.optuna import optuna_module, silence_optuna
-from weft.utils import rng
+from weft.space import Space, Value
+from weft.tune.study.optuna import distributions, optuna_module, optuna_state, silence_optuna
 
+State = Literal["waiting", "running", "complete", "pruned", "failed"]
+Direction = Literal["minimize", "maximize"]
+
+_NONE: Mapping[Any, Any] = MappingProxyType({})
+REPORT, RUNGS, UNSTORED = "weft:report:", "weft:rungs", "weft:unstored"
+_STATES: dict[str, State] = {
+    "WAITING": "waiting",
+    "RUNNING": "running",
+    "COMPLETE": "complete",
+    "PRUNED": "pruned",
+    "FAIL": "failed",
+}
 BUSY = 120.0
 """Seconds that SQLite waits for a file that another process has locked."""
 
@@ -44,7 +57,6 @@ class Storage:
         self._stack = ExitStack()
         try:
             self._rows = self._call(lambda: self._connected(url))
-            self._call(lambda: self._stack.enter_context(one_driver(self._rows.engine, study)))
             self._study = self._call(self._find)
         except BaseException:
             self.close()
@@ -104,20 +116,19 @@ class Storage:
     def report(self, number: int, step: int, value: float) -> None:
         self._set(number, lambda id: self._rows.set_trial_intermediate_value(id, step, value))
 
-    def keep(self, number: int, attrs: Mapping[str, Any]) -> None:
-        """What Optuna or we need of a trial; not shown to people."""
+    def set_attrs(self, number: int, attrs: Mapping[str, Any]) -> None:
+        """What Optuna or the study needs of a trial; not shown to people."""
         for name in attrs:
             self._set(number, partial(self._rows.set_trial_system_attr, key=name, value=attrs[name]))
 
-    def note(self, number: int, notes: Mapping[str, Any]) -> None:
+    def set_info(self, number: int, info: Mapping[str, Any]) -> None:
         """What people want to know of a trial."""
-        for name in notes:
-            self._set(number, partial(self._rows.set_trial_user_attr, key=name, value=notes[name]))
+        for name in info:
+            self._set(number, partial(self._rows.set_trial_user_attr, key=name, value=info[name]))
 
     def finish(self, number: int, state: str, values: Sequence[float] | None) -> None:
-        final = self._optuna.trial.TrialState[state]
-        told = None if values is None else list(values)
-        self._set(number, lambda id: self._rows.set_trial_state_values(id, final, told))
+        written = None if values is None else list(values)
+        self._set(number, lambda id: self._rows.set_trial_state_values(id, optuna_state(state), written))
 
     def _set(self, number: int, write: Callable[[int], object]) -> None:
         self._call(lambda: write(self._id(number)))
@@ -141,8 +152,8 @@ class Storage:
         options: dict[str, Any] = {"pool_pre_ping": True}
         if where.get_backend_name() == "sqlite":
             options["connect_args"] = {"timeout": BUSY}
-        told = where.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")  # Optuna formats it
-        rows = self._optuna.storages.RDBStorage(told, engine_kwargs=options)
+        written = where.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")  # Optuna formats it
+        rows = self._optuna.storages.RDBStorage(written, engine_kwargs=options)
         self._stack.callback(rows.engine.dispose)
         self._stack.callback(rows.remove_session)
         return rows
@@ -163,44 +174,8 @@ class Storage:
                 raise TuneError(f"{self.shown} refuses the study '{self._name}': {_line(error)}") from error
             raise TuneError(
                 f"{self.shown} cannot be reached ({reason}); check the address, and who may write there; "
-                "a study that has begun goes on with --resume (resume=True)"
+                "continue a study that has begun with --resume (resume=True)"
             ) from error
-
-
-@contextmanager
-def one_driver(engine: Any, study: str) -> Iterator[None]:
-    """Within the block no other process drives this study; TuneError or RunError if one does.
-
-    The lock is a file beside a SQLite database and an advisory lock in PostgreSQL. Both are gone with their process. In
-    other databases there is none: there whoever comes second is refused when it adds a trial that is there already.
-    """
-    kind, place = engine.url.get_backend_name(), engine.url.database
-    if kind == "sqlite" and place and place != ":memory:":
-        name = hashlib.sha256(study.encode()).hexdigest()[:8]
-        with hold(Path(f"{place}.{name}.lock")):
-            yield
-    elif kind == "postgresql":
-        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-            _lock(connection, study)
-            try:
-                yield
-            finally:
-                connection.invalidate()  # closed rather than pooled: the lock ends with the connection
-    else:
-        yield
-
-
-def _lock(connection: Any, study: str) -> None:
-    from sqlalchemy import text
-    from sqlalchemy.exc import OperationalError
-
-    connection.execute(text("SET lock_timeout = '1s'"))  # a server notices a moment later that a driver was killed
-    try:
-        connection.execute(text("SELECT pg_advisory_lock(:key)"), {"key": rng.key("study", study)})
-    except OperationalError:
-        raise TuneError(
-            f"the study '{study}' is being run by another process; wait for it, stop it, or use another name"
-        ) from None
 
 
 def _url(written: str) -> Any:
@@ -229,3 +204,127 @@ def _unreachable(error: BaseException | None) -> str | None:
 def _line(error: BaseException | None) -> str:
     """What an error says, without its SQL, in one short line."""
     return " ".join(str(getattr(error, "__cause__", None) or error).partition("[SQL")[0].split())[:200]
+
+
+# A record: one trial as it stands, what a later trial may see of it, and the row that keeps it.
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRecord:
+    """``waiting`` is enqueued by hand, ``running`` is proposed and not ended; the other states are final."""
+
+    number: int
+    params: Mapping[str, Value]
+    state: State
+    values: tuple[float, ...] | None = None
+    """One per objective; of a pruned trial those of its last report, where they are numbers."""
+    reports: Mapping[int, tuple[float, ...]] = field(default_factory=lambda: _NONE)
+    """By step."""
+    info: Mapping[str, Any] = field(default_factory=lambda: _NONE)
+    """How it ran: its fit, devices, memory, seconds, error, and so on."""
+    attrs: Mapping[str, Any] = field(default_factory=lambda: _NONE, repr=False, compare=False)
+    """What the sampler keeps with the trial, such as its generation."""
+    pruner_state: tuple[Mapping[str, Any], ...] = field(default=(), repr=False, compare=False)
+    """What the pruner keeps with it, for each objective."""
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ("complete", "pruned", "failed")
+
+
+def must_have_ended(number: int, max_concurrent: int) -> int:
+    """How many trials end before trial ``number`` is proposed: no more than ``max_concurrent`` are open at once.
+
+    >>> must_have_ended(9, 8), must_have_ended(3, 8)
+    (2, 0)
+    """
+    return max(number + 1 - max_concurrent, 0)
+
+
+def visible(records: Sequence[TrialRecord], number: int, max_concurrent: int) -> list[TrialRecord]:
+    """What trial ``number`` may know: those of the trials before it that must have ended, the others as running.
+
+    Which of the others have ended by now depends on how fast they ran. Their values are hidden whatever their state, so
+    that a proposal depends on the seed and on results alone; their parameters depend on nothing else. Of a failed trial
+    only that it failed is seen: how far it came may have been a matter of time.
+    """
+    final = must_have_ended(number, max_concurrent)
+    if any(not record.ended for record in records[:final]):
+        raise TuneError(f"trial {number} is proposed, and pruned, once every trial before {final} has ended")
+    seen = []
+    for record in records[:number]:
+        if record.number >= final or record.state == "failed":
+            state: State = "running" if record.number >= final else "failed"
+            record = replace(record, state=state, values=None, reports=_NONE, info=_NONE, pruner_state=())
+        seen.append(record)
+    return seen
+
+
+def new_row(space: Space, record: TrialRecord) -> Any:
+    """A trial of Optuna for one that is proposed or enqueued."""
+    return optuna_module().trial.create_trial(
+        state=optuna_state(record.state),
+        params=dict(record.params),
+        distributions=distributions(space, record.params),
+        system_attrs=stored_attrs(record.attrs),
+    )
+
+
+def record_of(space: Space, row: Any, objectives: int) -> TrialRecord:
+    """The record that a trial of Optuna stands for, with the space's own values."""
+    system = dict(row.system_attrs)
+    params = {name: space.choices[name].canonical(row.params[name]) for name in space.choices if name in row.params}
+    if objectives == 1:
+        reports: dict[int, tuple[float, ...]] = {s: (float(v),) for s, v in row.intermediate_values.items()}
+    else:
+        written = {name: value for name, value in system.items() if name.startswith(REPORT)}
+        reports = {int(name.removeprefix(REPORT)): read_report(value) for name, value in written.items()}
+    return TrialRecord(
+        number=row.number,
+        params=params,
+        state=_STATES[row.state.name],
+        values=None if row.values is None else tuple(row.values),
+        reports=dict(sorted(reports.items())),
+        info=dict(row.user_attrs),
+        attrs={name: value for name, value in system.items() if not name.startswith((REPORT, RUNGS))},
+        pruner_state=tuple(system.get(RUNGS, ())),
+    )
+
+
+def written_report(values: Sequence[float]) -> list[str]:
+    """As strings, since JSON has neither NaN nor infinity.
+
+    >>> read_report(written_report((0.1, float("inf"))))
+    (0.1, inf)
+    """
+    return [repr(float(value)) for value in values]
+
+
+def read_report(written: Sequence[str]) -> tuple[float, ...]:
+    return tuple(float(value) for value in written)
+
+
+def stored_attrs(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """What is written of a sampler's attributes: all but the pickles of CMA-ES, of which it writes the names alone.
+
+    A pickle from a database that others can write to is theirs to run here; a sampler's state can be had again by
+    proposing the trial again.
+    """
+    pickles = sorted(name for name in attrs if ":optimizer:" in name)
+    written = {name: value for name, value in attrs.items() if name not in pickles}
+    return {**written, UNSTORED: pickles} if pickles else written
+
+
+def incomplete(record: TrialRecord) -> bool:
+    """Whether the record was read back without what its sampler kept in memory alone."""
+    return any(name not in record.attrs for name in record.attrs.get(UNSTORED, ()))
+
+
+def restored_from(records: Sequence[TrialRecord]) -> Iterator[TrialRecord]:
+    """Of the records that a proposal sees, those from which CMA-ES might continue: back to the last complete one."""
+    for record in reversed(records):
+        if record.attrs.get(UNSTORED) or any(":optimizer:" in name for name in record.attrs):
+            if record.state in ("complete", "pruned"):
+                yield record
+            if record.state == "complete":
+                return

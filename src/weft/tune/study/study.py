@@ -1,4 +1,4 @@
-"""A study: what is tried next and what ends early, and what came of it, kept in a database; it runs nothing itself."""
+"""A study: which trial is next, which ends early, and their results, in a database. It runs nothing itself."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import numpy as np
 from weft.errors import TuneError
 from weft.space import Space, Value
 from weft.tune.study.definition import Definition, define, prepare
-from weft.tune.study.distributions import completed
-from weft.tune.study.optuna import Given, optuna_module, silence_optuna
-from weft.tune.study.pruner import TrialPruner, judged
-from weft.tune.study.records import (
+from weft.tune.study.optuna import Given, complete_params, in_memory_study, optuna_module, silence_optuna
+from weft.tune.study.pruner import TrialPruner, replay_reports
+from weft.tune.study.sampler import Proposal, Suggested, propose, proposed_trial, remaining_grid_points
+from weft.tune.study.storage import (
     REPORT,
     RUNGS,
     Direction,
+    Storage,
     TrialRecord,
     incomplete,
+    must_have_ended,
     new_row,
     record_of,
     restored_from,
     written_report,
 )
-from weft.tune.study.sampler import Proposal, Suggested, for_proposal, left_in_grid, propose
-from weft.tune.study.storage import Storage
 from weft.utils import rng as keys
 from weft.utils.files import to_json
 from weft.utils.pareto import non_dominated
@@ -37,10 +37,10 @@ _log = logging.getLogger("weft")
 
 
 class Study:
-    """Trial i is proposed, and pruned, from the results of the trials before i - window alone.
+    """Trial i is proposed, and pruned, from the results of trial i - max_concurrent and those before it alone.
 
     So proposals and prunings are the same with one worker or with many, whatever the order in which trials end, and
-    after the driver was killed and the study opened again. One driver writes a study at a time; use it in a ``with``
+    after the process was killed and the study opened again. One process writes a study at a time; use it in a ``with``
     block, or close it.
     """
 
@@ -50,7 +50,8 @@ class Study:
         self._storage = storage
         objectives = len(definition.directions)
         self._records = [record_of(definition.space, row, objectives) for row in storage.trials()]
-        self._judges: dict[int, TrialPruner] = {}
+        self._has_pruner = definition.pruner.name != "none"
+        self._pruners: dict[int, TrialPruner] = {}
         self._left: tuple[int, int] | None = None  # points of a grid that are left after so many trials
 
     @classmethod
@@ -61,7 +62,7 @@ class Study:
         *,
         directions: Sequence[Direction],
         seed: int,
-        window: int,
+        max_concurrent: int,
         trials: int,
         storage: str,
         sampler: Given = "tpe",
@@ -69,13 +70,13 @@ class Study:
         objectives: Sequence[str] = (),
         resume: bool = False,
     ) -> Study:
-        """A new study, or with ``resume`` the one of this name, which must be defined alike (``trials`` may differ).
+        """A new study, or with ``resume`` that of this name, whose definition must be equal (``trials`` may differ).
 
         ``sampler`` and ``pruner`` are names, or mappings of ``name`` and options; ``objectives`` are the names that
-        Optuna's dashboard shows. TuneError if the storage cannot be reached, another driver runs the study, or it
-        exists and is not to be resumed.
+        Optuna's dashboard shows. TuneError if the storage cannot be reached, or the study exists and is not to be
+        resumed.
         """
-        definition = define(space, directions, seed, window, sampler, pruner)
+        definition = define(space, directions, seed, max_concurrent, sampler, pruner)
         rows = Storage(storage, name)
         try:
             prepare(rows, name, definition, objectives, resume)
@@ -87,11 +88,11 @@ class Study:
     # -- what is next
 
     def askable(self) -> int | None:
-        """The number that can be proposed now; None while it must wait for others to end, or when all are proposed."""
+        """The number of the next trial; None while others must end first, or when all are proposed."""
         number = self._proposed()
         if number >= self._last():
             return None
-        return number if all(record.ended for record in self._records[: max(number - self._window, 0)]) else None
+        return number if all(record.ended for record in self._must_have_ended(number)) else None
 
     def ask(self) -> Proposal:
         """The next trial, which is running from now on; first those enqueued by hand, in order."""
@@ -99,7 +100,7 @@ class Study:
         if number is None:
             raise TuneError(
                 f"the study '{self.name}' has no trial to propose now: {self._proposed()} of {self._last()} are, "
-                f"and one more than {self._window} before the next must have ended"
+                f"and only {self.definition.max_concurrent} may be open at once"
             )
         if number < len(self._records):
             self._storage.start(number)
@@ -112,75 +113,75 @@ class Study:
         return Proposal(number, dict(self._records[number].params))
 
     def enqueue(self, params: Mapping[str, Value]) -> int:
-        """Have these parameters tried next, after those enqueued before; the number that they will have.
+        """Try these parameters next, after those enqueued before; returns the number of their trial.
 
         Missing ones are drawn from the study's seed. It is tried even if it goes beyond ``trials``.
         """
         number = len(self._records)
         rng = keys.generator(self.definition.seed, "enqueue", number)
-        record = TrialRecord(number, completed(self.definition.space, params, rng), "waiting")
+        record = TrialRecord(number, complete_params(self.definition.space, params, rng), "waiting")
         self._storage.add(number, new_row(self.definition.space, record))
         self._records.append(record)
         return number
 
     def open_trials(self) -> list[Proposal]:
-        """Proposed but not ended; after a crash of the driver these are to be run again."""
+        """Proposed but not ended; after a crash these are to be run again."""
         return [Proposal(one.number, dict(one.params)) for one in self._records if one.state == "running"]
 
     def finished(self) -> bool:
         """Whether every trial has been proposed and has ended."""
         return self._proposed() >= self._last() and all(record.ended for record in self._records)
 
-    # -- what came of it
+    # -- results
 
     def report(self, number: int, step: int, values: float | Sequence[float]) -> bool:
-        """Take down a running trial's values after so many steps, one per objective; True if it is to be pruned.
+        """Keep a running trial's values after so many steps, one per objective; True if it is to be pruned.
 
         A step that was reported before keeps its values and its answer, so that a trial may repeat itself after a
         crash. A value may be NaN, which is worse than any other.
         """
         record = self._running(number)
-        told = _numbers(values)
+        numbers = _numbers(values)
         if step not in record.reports:
-            if len(told) > 1:
-                self._storage.keep(number, {f"{REPORT}{step}": written_report(told)})
-            self._storage.report(number, step, told[0])
-            if number in self._judges and step < self._judges[number].last:
-                del self._judges[number]  # it came too late to be judged in order: judge again from the start
-            elif number in self._judges:
-                self._judges[number].report(step, told)
-            self._records[number] = replace(record, reports=dict(sorted({**record.reports, step: told}.items())))
-        return self._judge(number).decisions[step]
+            if len(numbers) > 1:
+                self._storage.set_attrs(number, {f"{REPORT}{step}": written_report(numbers)})
+            self._storage.report(number, step, numbers[0])
+            if number in self._pruners and step < self._pruners[number].last:
+                del self._pruners[number]  # it came out of order: replay all from the start
+            elif number in self._pruners:
+                self._pruners[number].report(step, numbers)
+            self._records[number] = replace(record, reports=dict(sorted({**record.reports, step: numbers}.items())))
+        return self._has_pruner and self._pruner(number).decisions[step]
 
-    def note(self, number: int, notes: Mapping[str, Any]) -> None:
+    def set_info(self, number: int, info: Mapping[str, Any]) -> None:
         """Keep something worth knowing of a running trial, such as how it fits."""
-        record, told = self._running(number), to_json(dict(notes))
-        self._storage.note(number, told)
-        self._records[number] = replace(record, notes={**record.notes, **told})
+        record, plain = self._running(number), to_json(dict(info))
+        self._storage.set_info(number, plain)
+        self._records[number] = replace(record, info={**record.info, **plain})
 
     def tell(
         self,
         number: int,
         state: Literal["complete", "pruned", "failed"],
         values: float | Sequence[float] | None = None,
-        notes: Mapping[str, Any] | None = None,
+        info: Mapping[str, Any] | None = None,
     ) -> None:
         """A running trial's end; one that is complete has a finite number per objective."""
         record = self._running(number)
-        told: tuple[float, ...] | None = None
+        final: tuple[float, ...] | None = None
         if state == "complete" and values is not None:
-            told = _numbers(values)
+            final = _numbers(values)
         elif state == "pruned" and record.reports:
             last = record.reports[max(record.reports)]
-            told = last if not any(map(math.isnan, last)) else None
-        if notes:
-            self.note(number, notes)
-        rungs = self._judge(number).rungs if record.reports else ()
-        if any(rungs):
-            self._storage.keep(number, {RUNGS: list(rungs)})
-        self._storage.finish(number, {"complete": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL"}[state], told)
-        self._records[number] = replace(self._records[number], state=state, values=told, rungs=rungs)
-        self._judges.pop(number, None)
+            final = last if not any(map(math.isnan, last)) else None
+        if info:
+            self.set_info(number, info)
+        kept = self._pruner(number).state if record.reports and self._has_pruner else ()
+        if any(kept):
+            self._storage.set_attrs(number, {RUNGS: list(kept)})
+        self._storage.finish(number, state, final)
+        self._records[number] = replace(self._records[number], state=state, values=final, pruner_state=kept)
+        self._pruners.pop(number, None)
 
     def trials(self) -> list[TrialRecord]:
         """All of them, in order of number, with those that wait."""
@@ -202,11 +203,11 @@ class Study:
         return importances(self.definition.space, self._records, self.definition.directions, objective)
 
     def discard(self) -> None:
-        """Take the study out of its storage, if that answers; it is only to be closed then."""
+        """Remove the study from its storage, if that can be reached; it can only be closed then."""
         self._storage.discard()
 
     def close(self) -> None:
-        """Let others have the study."""
+        """Close the connections to the storage."""
         self._storage.close()
 
     def __enter__(self) -> Study:
@@ -215,9 +216,8 @@ class Study:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def _window(self) -> int:
-        return self.definition.window
+    def _must_have_ended(self, number: int) -> list[TrialRecord]:
+        return self._records[: must_have_ended(number, self.definition.max_concurrent)]
 
     def _proposed(self) -> int:
         waiting = sum(record.state == "waiting" for record in self._records)  # always the last ones
@@ -229,7 +229,7 @@ class Study:
         if self.definition.sampler.name == "grid" and known < self.goal:
             if self._left is None or self._left[0] != known:
                 rules = self.definition
-                self._left = known, left_in_grid(rules.space, self._records, rules.sampler, rules.seed)
+                self._left = known, remaining_grid_points(rules.space, self._records, rules.sampler, rules.seed)
             return min(self.goal, known + self._left[1])
         return max(self.goal, known)
 
@@ -241,29 +241,33 @@ class Study:
             raise TuneError(f"trial {number} of the study '{self.name}' is not running: it is {record.state}")
         return record
 
-    def _judge(self, number: int) -> TrialPruner:
-        if number not in self._judges:
+    def _pruner(self, number: int) -> TrialPruner:
+        if number not in self._pruners:
             rules = self.definition
-            judge = TrialPruner(
-                self._records, number, window=rules.window, directions=rules.directions, pruner=rules.pruner
+            made = TrialPruner(
+                self._records,
+                number,
+                max_concurrent=rules.max_concurrent,
+                directions=rules.directions,
+                pruner=rules.pruner,
             )
-            self._judges[number] = judged(judge, self._records[number].reports)
-        return self._judges[number]
+            self._pruners[number] = replay_reports(made, self._records[number].reports)
+        return self._pruners[number]
 
     def _propose(self, number: int) -> Suggested:
-        for earlier in self._forgotten(number):
+        for earlier in self._lost_state(number):
             record, again = self._records[earlier], self._proposal(earlier)
             if again.params != record.params:
                 _log.warning("trial %d would not be proposed again: has Optuna changed?", earlier)
             self._records[earlier] = replace(record, attrs={**again.attrs, **record.attrs})
         return self._proposal(number)
 
-    def _forgotten(self, number: int) -> list[int]:
-        """The trials to propose again, in order, before this one: after a restart a sampler has lost what it kept in
-        memory alone, and each of its states follows from the one before."""
+    def _lost_state(self, number: int) -> list[int]:
+        """The trials to propose again, in order, before this one: after a restart the state that a sampler keeps in
+        memory alone is lost, and each of its states follows from the one before."""
         found, pending = set[int](), [number]
         while pending:
-            seen = self._records[: max(pending.pop() - self._window, 0)]
+            seen = self._must_have_ended(pending.pop())
             lost = [one.number for one in restored_from(seen) if incomplete(one) and one.number not in found]
             found.update(lost)
             pending += lost
@@ -275,7 +279,7 @@ class Study:
             rules.space,
             self._records,
             number,
-            window=rules.window,
+            max_concurrent=rules.max_concurrent,
             directions=rules.directions,
             sampler=rules.sampler,
             seed=rules.seed,
@@ -303,7 +307,7 @@ def importances(
         return {}
     importance = optuna_module().importance
     with silence_optuna():
-        study = for_proposal(space, complete, directions)
+        study = in_memory_study((proposed_trial(space, one, len(directions)) for one in complete), directions)
         # The evaluator takes lower for better where it is given a target.
         sign = 1.0 if directions[objective] == "minimize" else -1.0
         found = importance.get_param_importances(

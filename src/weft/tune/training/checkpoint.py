@@ -59,8 +59,8 @@ def save(directory: Path, contract: Mapping[str, Any], checkpoint: TrialCheckpoi
     tensors[_LOSSES] = checkpoint.losses
     values = None if checkpoint.values is None else [float(value).hex() for value in checkpoint.values]
     tensors, pairs = _complex_as_pairs(tensors)
-    told = (("extra", extra), ("attributes", attributes), ("complex", pairs))
-    beyond = {name: given for name, given in told if given}
+    optional = {"extra": extra, "attributes": attributes, "complex": pairs}
+    beyond = {name: values for name, values in optional.items() if values}
     checkpoints = Checkpoints(directory, keep=2)
     checkpoints.drop_after(checkpoint.step - 1)  # of an earlier attempt, damaged or of another contract
     checkpoints.save(checkpoint.step, tensors, {"law": contract, "values": values, **beyond})
@@ -86,8 +86,8 @@ def load_latest(directory: Path, contract: Mapping[str, Any], device: torch.devi
     }
     given = found.meta.get("extra", {})
     weights: dict[str, Any] = {name: from_plain(value, tensors, _CPU) for name, value in given.items()}
-    told = found.meta.get("attributes", {})
-    attributes = {name: from_plain(value, tensors, device) for name, value in told.items()}
+    plain = found.meta.get("attributes", {})
+    attributes = {name: from_plain(value, tensors, device) for name, value in plain.items()}
     buffers: dict[str, Tensor] = {}
     states: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():

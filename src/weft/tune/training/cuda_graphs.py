@@ -163,10 +163,10 @@ class GraphedStep:
 
 
 def _signature(batch: Batch, before: Gradients | None, aligned: int) -> Hashable:
-    """All that kernels are chosen by, with where a tensor begins: a copy that lies otherwise might be summed in
+    """All that kernels are chosen by, with where a tensor begins: a copy with another layout might be summed in
     another order."""
-    lies = ((key, t.shape, t.stride(), t.dtype, t.data_ptr() % aligned) for key, t in batch.items())
-    return (*lies, None if before is None else tuple(gradient is None for gradient in before))
+    layouts = ((key, t.shape, t.stride(), t.dtype, t.data_ptr() % aligned) for key, t in batch.items())
+    return (*layouts, None if before is None else tuple(gradient is None for gradient in before))
 
 
 def empty_aligned_like(tensor: Tensor, aligned: int) -> Tensor:
@@ -231,7 +231,7 @@ class GraphRecorder:
         cannot be recorded."""
         found: list[str] = []
         before, drawn = torch.cuda.get_sync_debug_mode(), torch.default_generator.get_state()
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
@@ -241,7 +241,7 @@ class GraphRecorder:
                 torch.cuda.set_sync_debug_mode(before)
         if not torch.equal(torch.default_generator.get_state(), drawn):
             found.append("it draws on the host")
-        for one in told:
+        for one in caught:
             if _WAITED in str(one.message):
                 found.append("it waits for the host")
             elif _PROTOTYPE not in str(one.message):
@@ -274,8 +274,8 @@ class GraphRecorder:
 
     def held(self) -> tuple[int, int]:
         """Equal before and after a block that keeps no tensor."""
-        told = torch.cuda.memory_stats(self._device)
-        return told["allocation.all.current"], told["allocated_bytes.all.current"]
+        stats = torch.cuda.memory_stats(self._device)
+        return stats["allocation.all.current"], stats["allocated_bytes.all.current"]
 
     def close(self) -> None:
         """Gives all memory back."""

@@ -16,7 +16,7 @@ from weft.tune.recipe import TrialConfig
 def evaluate(
     config: TrialConfig, model: nn.Module, source: Source, size: int, device: torch.device
 ) -> tuple[float, ...]:
-    """The objectives in order, from batches of at most so many samples; the model lies on the device already."""
+    """The objectives in order, from batches of at most so many samples; the model is on the device already."""
     found = scores(config)
     loader = Loader(source, size, 0, shuffle=False, device=device)
     with torch.no_grad(), evaluation_mode(model), closing(loader.all()) as batches:

@@ -20,7 +20,7 @@ from weft.tune.training.evaluation import evaluation_mode
 SAMPLES = 16
 """Whose loss is looked at; fewer where micro-batches are smaller, since no more fit than are trained at once."""
 TOLERANCE = 1e-3
-"""The relative difference from which on two losses are not the same number, computed in two ways."""
+"""The relative difference from which on two losses are not the same number with rounding."""
 
 Losses = tuple[float, float, float]
 log = logging.getLogger("weft.tune")
@@ -30,7 +30,7 @@ def require_mean_loss(config: TrialConfig, model: nn.Module, source: Source, mic
     """TuneError if the loss of a few samples is not the mean of the losses of its halves: in micro-batches another
     problem would be solved.
 
-    The model lies on the device; a copy of it is tried, in evaluation mode, and no generator moves. A loss that draws,
+    The model is on the device; a copy of it is tried, in evaluation mode, and no generator moves. A loss that draws,
     or cannot be had so, is let pass.
     """
     samples = max(2, min(micro // 2 * 2, SAMPLES))

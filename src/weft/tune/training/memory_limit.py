@@ -37,7 +37,7 @@ class MemoryLimit:
 
     def __init__(self, device: torch.device, memory: int | None) -> None:
         self._cuda = device.type == "cuda"
-        if self._cuda and device.index is None:  # the allocator is told by number
+        if self._cuda and device.index is None:  # the allocator takes a number
             device = torch.device("cuda", torch.cuda.current_device())
         self.device, self.memory = device, memory
         self._before = 0

@@ -1,4 +1,4 @@
-"""One attempt at a job, in this very process: what workers of every executor do with it."""
+"""Runs one attempt at a job in this process, as workers of every executor do."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import gc
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from weft.errors import WeftError
 from weft.tune.jobs import Ended, Fit, Job, Reported
-from weft.tune.recipe import Recipe
+from weft.tune.recipe import Recipe, trial_config
 from weft.tune.training.memory_limit import MemoryLimit, OutOfMemory
-from weft.tune.training.trainer import Pruned
+from weft.tune.training.trainer import Pruned, Result, train
 from weft.tune.trial import OUTPUT, Trial, finite, numbers
 from weft.utils import rng
 from weft.utils.rng import key
@@ -40,20 +42,20 @@ def folder(job: Job, trial: int) -> Path:
     return Path(job.directory) / "trials" / str(trial)
 
 
-def attempt(job: Job, terms: StudySpec, device: str, rank: int, ask: Ask, tell: Tell) -> None:
+def run_job(job: Job, spec: StudySpec, device: str, rank: int, ask: Ask, tell: Tell) -> None:
     """Run a job to its end; never raises because of what it does. ``ask`` waits for the answer to a report.
 
-    The end of its last trial is told once the device's memory is free again. Ranks above 0 of a split job tell only of
-    what goes wrong.
+    The end of its last trial is reported once the device's memory is free again. Ranks above 0 of a split job report
+    failures only.
     """
-    told: set[int] = set()
+    ended: set[int] = set()
     held: list[Ended] = []
     for number in job.trials:
         folder(job, number).mkdir(parents=True, exist_ok=True)
 
     def end(event: Ended) -> None:
-        told.add(event.trial)
-        if len(told) < len(job.trials):
+        ended.add(event.trial)
+        if len(ended) < len(job.trials):
             tell(event)
         else:
             held.append(event)
@@ -62,29 +64,29 @@ def attempt(job: Job, terms: StudySpec, device: str, rank: int, ask: Ask, tell: 
     state: State = "complete"
     error, needed = None, None
     try:
-        _run(job, terms, device, ask, end)
+        _run(job, spec, device, ask, end)
     except Pruned:
         state = "pruned"
     except BaseException as problem:
         state, error, needed = _state_of(problem)
         problem.__traceback__ = problem.__context__ = None  # it would keep every tensor of the training
     peak = needed or _peak(device)
-    _forget(device)
+    _release_memory(device)
     seconds = time.perf_counter() - began
-    left = [Ended(job.id, number, state, None, error, peak, seconds) for number in job.trials if number not in told]
+    left = [Ended(job.id, number, state, None, error, peak, seconds) for number in job.trials if number not in ended]
     for event in [*held, *left]:
         if rank == 0 or event.state not in ("complete", "pruned"):
             tell(event if event.peak else replace(event, peak=peak))
 
 
-def _run(job: Job, terms: StudySpec, device: str, ask: Ask, end: Tell) -> None:
-    """Trains; a trial that neither is told of nor raises has ended with the job."""
+def _run(job: Job, spec: StudySpec, device: str, ask: Ask, end: Tell) -> None:
+    """Trains; a trial that is not reported as ended ends as the job does."""
     began = time.perf_counter()
 
     def complete(number: int, values: Any, peak: int | None = None) -> None:
         seconds = time.perf_counter() - began
         try:
-            found = finite(numbers(values, terms.objectives, "return"), terms.objectives)
+            found = finite(numbers(values, spec.objectives, "return"), spec.objectives)
         except WeftError as problem:
             end(Ended(job.id, number, "failed", None, str(problem), peak, seconds))
             return
@@ -93,48 +95,62 @@ def _run(job: Job, terms: StudySpec, device: str, ask: Ask, end: Tell) -> None:
     def reporter(number: int) -> Callable[[int, tuple[float, ...]], bool]:
         return lambda step, values: ask(Reported(job.id, number, step, tuple(values)))
 
-    places = [folder(job, number) for number in job.trials]
-    if not isinstance(terms.objective, Recipe):
-        for number, params, place in zip(job.trials, job.params, places, strict=True):
-            seed = key(terms.seed, "trial", number)
-            trial = Trial(
-                number, params, place, device, job.memory, _used(place), seed, terms.objectives, reporter(number)
-            )
-            complete(number, _called(terms.objective, trial))
+    folders = [folder(job, number) for number in job.trials]
+    if not isinstance(spec.objective, Recipe):
+        for number, params, own in zip(job.trials, job.params, folders, strict=True):
+            resumed, seed = any(entry.name != OUTPUT for entry in own.iterdir()), key(spec.seed, "trial", number)
+            report = reporter(number)
+            trial = Trial(number, params, own, device, job.memory, resumed, seed, spec.objectives, report)
+            complete(number, _call(spec.objective, trial))
         return
-    from weft.tune.recipe import trial_config
 
-    configs = [trial_config(terms.objective, params) for params in job.params]
-    with_memory: Mapping[str, Any] = {"device": device, "memory": job.memory}
-    if len(configs) > 1:
-        from weft.tune.fusion.trainer import train_fused
-
-        def leave(index: int, result: Any) -> None:
-            if result == "pruned":
-                end(Ended(job.id, job.trials[index], "pruned", seconds=time.perf_counter() - began))
-            else:
-                complete(job.trials[index], result.values, result.peak)
-
-        train_fused(
-            configs,
+    configs = [trial_config(spec.objective, params) for params in job.params]
+    if len(configs) == 1:
+        result = _trainer(job.fit)(
+            configs[0],
             job.fit,
-            directories=places,
-            report=lambda index, step, values: reporter(job.trials[index])(step, values),
-            ended=leave,
-            **with_memory,
+            device=device,
+            memory=job.memory,
+            directory=folders[0],
+            report=reporter(job.trials[0]),
         )
+        complete(job.trials[0], result.values, result.peak)
         return
-    train = _split if _degree(job.fit) > 1 else _alone
-    result = train(configs[0], job.fit, directory=places[0], report=reporter(job.trials[0]), **with_memory)
-    complete(job.trials[0], result.values, result.peak)
+    from weft.tune.fusion.trainer import train_fused
+
+    def leave(index: int, result: Any) -> None:
+        if result == "pruned":
+            end(Ended(job.id, job.trials[index], "pruned", seconds=time.perf_counter() - began))
+        else:
+            complete(job.trials[index], result.values, result.peak)
+
+    train_fused(
+        configs,
+        job.fit,
+        device=device,
+        memory=job.memory,
+        directories=folders,
+        report=lambda index, step, values: reporter(job.trials[index])(step, values),
+        ended=leave,
+    )
 
 
-def _called(objective: Callable[[Trial], Any], trial: Trial) -> Any:
-    """On a GPU the allocator refuses more than the trial may take; elsewhere nothing holds a function to it."""
-    import torch
+def _trainer(fit: Fit | None) -> Callable[..., Result]:
+    if fit is None or fit.devices == 1:
+        return train
+    from weft.tune.training.distributed import train_split
 
+    return train_split
+
+
+def _call(objective: Callable[[Trial], Any], trial: Trial) -> Any:
+    """On a GPU the allocator refuses more than the trial may take; elsewhere nothing holds a function to it.
+
+    What it draws from a global generator depends on the trial alone, not on what this process ran before.
+    """
     limit = MemoryLimit(torch.device(trial.device), trial.memory)
-    _seed(trial.seed)
+    rng.seed(trial.seed)
+    torch.manual_seed(trial.seed)
     try:
         with limit:
             return objective(trial)
@@ -143,26 +159,6 @@ def _called(objective: Callable[[Trial], Any], trial: Trial) -> Any:
         if exceeded is None:
             raise
     raise exceeded
-
-
-def _used(place: Path) -> bool:
-    return any(entry.name != OUTPUT for entry in place.iterdir())
-
-
-def _alone(*args: Any, **kwargs: Any) -> Any:
-    from weft.tune.training.trainer import train
-
-    return train(*args, **kwargs)
-
-
-def _split(*args: Any, **kwargs: Any) -> Any:
-    from weft.tune.training.distributed import train_split
-
-    return train_split(*args, **kwargs)
-
-
-def _degree(fit: Fit | None) -> int:
-    return 1 if fit is None else fit.devices
 
 
 def _state_of(problem: BaseException) -> tuple[State, str, int | None]:
@@ -174,28 +170,14 @@ def _state_of(problem: BaseException) -> tuple[State, str, int | None]:
     return "failed", "".join(traceback.format_exception(problem)).strip(), None
 
 
-def _seed(seed: int) -> None:
-    """What draws from a global generator depends on the trial alone, not on what this process ran before."""
-    import torch
-
-    rng.seed(seed)
-    torch.manual_seed(seed)
-
-
 def _peak(device: str) -> int | None:
-    if not device.startswith("cuda"):
-        return None
-    import torch
-
-    return int(torch.cuda.max_memory_reserved(device))
+    return int(torch.cuda.max_memory_reserved(device)) if device.startswith("cuda") else None
 
 
-def _forget(device: str) -> None:
-    """Give back what the last trial held."""
+def _release_memory(device: str) -> None:
+    """Gives back what the last trial held."""
     sys.last_exc = sys.last_value = None  # type: ignore[attr-defined]
     gc.collect()
     if device.startswith("cuda"):
-        import torch
-
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

@@ -37,19 +37,19 @@ Report = Callable[[int, tuple[float, ...]], bool]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a trial came to."""
+    """The result of a trial."""
 
     values: tuple[float, ...]
     """Of the objectives, in order, on the validation part at the end."""
     peak: int | None
-    """Bytes of the device that it took at its peak, as the allocator reserved them; None where nobody counted."""
+    """Bytes of the device that it took at its peak, as the allocator reserved them; None where it was not counted."""
     seconds: float
     losses: tuple[float, ...]
     """Of the training steps."""
 
 
 class Pruned(Exception):
-    """A trial was told to end early. ``result`` is what it had come to, where that is known."""
+    """Raised where a trial has to end early, with its ``result`` so far where that is known."""
 
     def __init__(self, result: Result | None = None) -> None:
         super().__init__("pruned")
@@ -181,7 +181,7 @@ class TrialTrainer:
             part = batch if self.micro >= size else {k: v[start : start + self.micro] for k, v in batch.items()}
             seeder.set(step, number, "model")
             loss, gradients = self._graphed(part, gradients)
-            self.losses[step].add_(loss)  # stays on the device: nobody waits for it
+            self.losses[step].add_(loss)  # stays on the device, so that the host need not wait
         self._set_gradients(gradients)
         self.optimizer.step(self.config.lr_schedule(step, self.config.steps))
 
@@ -222,7 +222,7 @@ class TrialTrainer:
             self._save(done, None)
 
     def _offloading(self) -> AbstractContextManager[Any]:
-        """A CPU with a limit behaves as a device would: copies are made while nobody counts."""
+        """A CPU with a limit behaves as a device would: copies are not counted."""
         if self._strategy != "offload":
             return nullcontext()
 

@@ -6,26 +6,20 @@ cut along every dimension that a rule offers, run in parts, and put together aga
 
 from weft.plan.capture.rules import (
     along,
-    attention,
     elementwise,
     indexing,
-    loss,
     matmul,
     norm,
-    recurrent,
     spatial,
     view,
 )
 
 __all__ = [
     "along",
-    "attention",
     "elementwise",
     "indexing",
-    "loss",
     "matmul",
     "norm",
-    "recurrent",
     "spatial",
     "view",
 ]

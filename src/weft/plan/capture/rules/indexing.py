@@ -51,9 +51,9 @@ def gather(call: OpCall) -> IterationSpace | None:
         return None
     axis = call.axis(value.rank)
     labels = names("a", value.rank)
-    full = [place != axis and value.shape[place] == index.shape[place] for place in range(value.rank)]
+    full = [each != axis and value.shape[each] == index.shape[each] for each in range(value.rank)]
     read = tuple(name if kept else None for name, kept in zip(labels, full, strict=True))
-    partial = [name for place, name in enumerate(labels) if place != axis and not full[place]]
+    partial = [name for each, name in enumerate(labels) if each != axis and not full[each]]
     return iteration_space(call, "copy", [read, labels], [labels], unsplittable=partial, saved_operands=[1])
 
 
@@ -75,19 +75,19 @@ def _indexed(call: OpCall) -> tuple[AxisNames, list[AxisNames], AxisNames] | Non
     given = call.given["indices"]
     if any(operand.value.dtype.itemsize == 1 for operand in given if operand is not None):
         return None  # a mask
-    places = [axis for axis, operand in enumerate(given) if operand is not None]
+    indexed = [axis for axis, operand in enumerate(given) if operand is not None]
     shapes = [operand.value.shape for operand in given if isinstance(operand, TensorArgument)]
     rank = max((len(shape) for shape in shapes), default=0)
     padded = [(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
     shape = tuple(max(sizes) for sizes in zip(*padded, strict=True))
     picked = names("i", rank)
-    free = tuple(None if axis in places else f"a{axis}" for axis in range(value.rank))
+    free = tuple(None if axis in indexed else f"a{axis}" for axis in range(value.rank))
     indices = [broadcast(found, shape, picked) for found in shapes]
     if any(labels is None for labels in indices):
         return None
-    rest = [axis for axis in range(value.rank) if axis not in places]
-    together = places == list(range(places[0], places[0] + len(places))) if places else True
-    first = places[0] if places and together else 0
+    rest = [axis for axis in range(value.rank) if axis not in indexed]
+    together = indexed == list(range(indexed[0], indexed[0] + len(indexed))) if indexed else True
+    first = indexed[0] if indexed and together else 0
     before = tuple(f"a{axis}" for axis in rest if axis < first)
     after = tuple(f"a{axis}" for axis in rest if axis >= first)
     return free, [labels for labels in indices if labels is not None], (*before, *picked, *after)
@@ -101,10 +101,10 @@ def index_put(call: OpCall) -> IterationSpace | None:
     value, source = call.operands[0], call.operands[-1]
     if any(call.operands[number].dtype.itemsize == 1 for number in numbers) or call.operand("values") is None:
         return None
-    places = [axis for axis, operand in enumerate(given) if operand is not None]
+    indexed = [axis for axis, operand in enumerate(given) if operand is not None]
     labels = names("a", value.rank)
     # Only the axes behind all indices line up with those of what is put there.
-    behind = value.rank - 1 - max(places, default=-1)
+    behind = value.rank - 1 - max(indexed, default=-1)
     trailing = labels[value.rank - behind :]
     read = [None] * source.rank
     for offset in range(1, min(behind, source.rank) + 1):
@@ -127,7 +127,7 @@ def scatter(call: OpCall) -> IterationSpace | None:
     axis = call.axis(value.rank)
     labels = names("a", value.rank)
     flat = call.target in ("aten.index_add", "aten.index_copy", "aten.index_fill")
-    same = [place != axis for place in range(value.rank)]
+    same = [each != axis for each in range(value.rank)]
     for number, other in enumerate(call.operands[1:]):
         if flat and number == 0:
             continue
@@ -135,8 +135,8 @@ def scatter(call: OpCall) -> IterationSpace | None:
             if other.rank == 0:
                 continue
             return None
-        for place in range(value.rank):
-            same[place] = same[place] and other.shape[place] == value.shape[place]
+        for each in range(value.rank):
+            same[each] = same[each] and other.shape[each] == value.shape[each]
     axes = tuple(name if kept else None for name, kept in zip(labels, same, strict=True))
     reads: list[AxisNames] = [labels]
     for number, other in enumerate(call.operands[1:]):

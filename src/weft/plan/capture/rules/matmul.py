@@ -1,4 +1,8 @@
-"""Matrix products: the dimension that is contracted is summed over, and no result has it."""
+"""Matrix products, attention and recurrent layers.
+
+The dimension that a product contracts is summed over, and no result has it. Attention may be split by sequences and
+heads, and by queries where no order among them matters. Of recurrent layers the sequences of a batch may be split.
+"""
 
 from __future__ import annotations
 
@@ -152,3 +156,111 @@ def _axes(term: str, rank: int, dots: int) -> tuple[str, ...]:
 def outer(call: OpCall) -> IterationSpace | None:
     """``(m), (n) -> (m, n)``."""
     return product(call, [("m",), ("n",)], ("m", "n"), factors=(0, 1))
+
+
+@rule(
+    "scaled_dot_product_attention _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_attention_math _scaled_dot_product_cudnn_attention"
+)
+def attention(call: OpCall) -> IterationSpace | None:
+    """``(b..., h, q, e), (b..., h, k, e), (b..., h, k, v) -> (b..., h, q, v)``. Where several query heads share a key,
+    the heads split by keys. The causal mask depends on where a query stands, so q is then whole; a mask that is given
+    is cut along. Other results than the first (what a kernel keeps for its backward) have the axes that they share
+    with it."""
+    query, key, value = call.operands[:3]
+    leading = query.rank - 2
+    if leading < 1:
+        return None
+    labels = (*names("b", leading - 1), "h") if leading > 1 else ("b0",)
+    shared = []
+    for found in (key, value):
+        if found.rank != query.rank:
+            return None
+        shared.append(
+            tuple(
+                None if size == 1 and whole > 1 else name
+                for size, whole, name in zip(found.shape[:-2], query.shape[:-2], labels, strict=True)
+            )
+        )
+    result: AxisNames = (*labels, "q", "v")
+    reads: list[AxisNames] = [(*labels, "q", "e"), (*shared[0], "k", "e"), (*shared[1], "k", "v")]
+    if len(call.operands) > 3:
+        mask = broadcast(call.operands[3].shape, (*query.shape[:-1], key.shape[-2]), (*labels, "q", "k"))
+        if mask is None or len(call.operands) > 4:
+            return None
+        reads.append(mask)
+    others = [_kept(found.shape, (*labels, "q"), query.shape[:-1]) for found in call.results[1:]]
+    rows = query.elements // query.shape[-1]
+    return iteration_space(
+        call,
+        "attention",
+        reads,
+        [result, *others],
+        unsplittable=("k", "e", "v", *(("q",) if call.given.get("is_causal") else ())),
+        flops=2.0 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1]),
+        backward=2.5,
+        saved_operands=range(len(call.operands)),
+        saved_results=[0],
+        extra=4.0 * rows,
+    )
+
+
+def _kept(shape: tuple[int, ...], labels: tuple[str, ...], sizes: tuple[int, ...]) -> AxisNames:
+    if shape[: len(sizes)] == sizes:
+        return (*labels, *(None,) * (len(shape) - len(sizes)))
+    return (None,) * len(shape)
+
+
+_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+
+
+@rule("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")
+def recurrent(call: OpCall) -> IterationSpace | None:
+    """``input`` and result ``(b, s, h)`` or ``(s, b, h)`` by ``batch_first``, states ``(layers, b, h)``."""
+    value = call.operands[0]
+    if value.rank != 3:
+        return None
+    order: AxisNames = ("b", None, None) if call.given["batch_first"] else (None, "b", None)
+    state: AxisNames = (None, "b", None)
+    hidden = call.given["hx"]
+    states = len(hidden) if isinstance(hidden, (list, tuple)) else 1
+    weights = call.operands[1 + states :]
+    steps = value.elements // value.shape[2]
+    products = sum(weight.elements for weight in weights if weight.rank == 2)
+    gates = _GATES[call.target.split(".")[1]]
+    return iteration_space(
+        call,
+        "recurrent",
+        [order, *[state] * states, *[(None,) * weight.rank for weight in weights]],
+        [order, *[state] * (len(call.results) - 1)],
+        flops=2.0 * steps * products,
+        backward=2.0,
+        saved_operands=[0],
+        saved_results=[0],
+        extra=float(steps * call.results[0].shape[2] * (gates + 1) * value.dtype.itemsize * call.given["num_layers"]),
+    )
+
+
+@rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+def cell(call: OpCall) -> IterationSpace | None:
+    """One step of such a layer: ``input`` ``(b, i)``, states and results ``(b, h)``."""
+    value = call.operands[0]
+    if value.rank != 2:
+        return None
+    hidden = call.given["hx"]
+    states = len(hidden) if isinstance(hidden, (list, tuple)) else 1
+    weights = call.operands[1 + states :]
+    products = sum(weight.elements for weight in weights if weight.rank == 2)
+    gates = _GATES[call.target.split(".")[1].removesuffix("_cell")]
+    row: AxisNames = ("b", None)
+    return iteration_space(
+        call,
+        "recurrent",
+        [*[row] * (1 + states), *[(None,) * weight.rank for weight in weights]],
+        [row] * len(call.results),
+        flops=2.0 * value.shape[0] * products,
+        backward=2.0,
+        saved_operands=[0],
+        saved_results=[0],
+        extra=float(value.shape[0] * call.results[0].shape[1] * (gates + 1) * value.dtype.itemsize),
+    )

@@ -58,9 +58,9 @@ def reshape(call: OpCall) -> IterationSpace | None:
     for number, (ins, outs) in enumerate(groups(before, after)):
         read[ins[0]] = result[outs[0]] = f"a{number}"
         for labels, inner, side in ((read, ins[1:], "i"), (result, outs[1:], "o")):
-            for place, axis in enumerate(inner):
-                labels[axis] = f"a{number}{side}{place}"
-                whole.add(f"a{number}{side}{place}")
+            for position, axis in enumerate(inner):
+                labels[axis] = f"a{number}{side}{position}"
+                whole.add(f"a{number}{side}{position}")
     return iteration_space(call, "view", [tuple(read)], [tuple(result)], unsplittable=whole, moved=0.0)
 
 
@@ -190,7 +190,7 @@ def shuffle(call: OpCall) -> IterationSpace | None:
 
 
 @rule("select_scatter", "slice_scatter")
-def place(call: OpCall) -> IterationSpace | None:
+def replace_part(call: OpCall) -> IterationSpace | None:
     """A part of the first operand is replaced by the second; the axis of the part is whole."""
     value, source = call.operands
     labels = names("a", value.rank)

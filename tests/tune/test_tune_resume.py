@@ -1,4 +1,4 @@
-"""The law of a study: what a resumed one must have kept, and what may change."""
+"""The resume contract of a study: what must be equal when it is resumed, and what may change."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ import pytest
 import weft
 from weft.errors import TuneError
 from weft.tune import Recipe
-from weft.tune.api import agree, law_of
+from weft.tune.config import StudyConfig, check_resume, resume_contract
 from weft.tune.jobs import Device
-from weft.tune.pending import RunOptions
 from weft.tune.recipe import OLD_FIELDS
 from weft.tune.training.run_job import StudySpec
 
@@ -42,8 +41,10 @@ def space(**more: Any) -> weft.Space:
     return made
 
 
-def law(recipe: Recipe = RECIPE, made: weft.Space | None = None, device: str = "cpu", threads: int = 1) -> Any:
-    found = law_of(StudySpec(recipe, ("loss",), 0), RunOptions(), [Device(device, None)], threads, made or space())
+def contract(recipe: Recipe = RECIPE, made: weft.Space | None = None, device: str = "cpu", threads: int = 1) -> Any:
+    found = resume_contract(
+        StudySpec(recipe, ("loss",), 0), StudyConfig(), [Device(device, None)], threads, made or space()
+    )
     return json.loads(json.dumps(found))  # as a manifest gives it back
 
 
@@ -73,9 +74,9 @@ def law(recipe: Recipe = RECIPE, made: weft.Space | None = None, device: str = "
 )
 def test_another_recipe_is_refused_with_what_differs(change: Mapping[str, Any], said: str) -> None:
     other = replace(RECIPE, **change)
-    before = {**law(), "objective": law(other)["objective"]}
+    before = {**contract(), "objective": contract(other)["objective"]}
     with pytest.raises(TuneError, match=f"'s' cannot be resumed with another {said}") as caught:
-        agree("s", before, law(other))
+        check_resume("s", before, contract(other))
     assert "\n" not in str(caught.value)
 
 
@@ -83,41 +84,42 @@ def test_another_recipe_is_refused_with_what_differs(change: Mapping[str, Any], 
     "change", [{"checkpoint_every": 1}, {"cuda_graphs": False}, {"optimizer_options": {"lr": 9, "betas": (0.9, 0.99)}}]
 )
 def test_what_changes_no_result_may_change(change: Mapping[str, Any]) -> None:
-    agree("s", law(), law(replace(RECIPE, **change)))
+    check_resume("s", contract(), contract(replace(RECIPE, **change)))
 
 
 def test_a_field_that_the_space_chooses_in_every_trial_may_change_and_one_that_it_chooses_in_some_may_not() -> None:
     chosen = space(steps=[2, 4], batch_size=[4, 8])
-    agree("s", law(made=chosen), law(replace(RECIPE, steps=9), chosen))
+    check_resume("s", contract(made=chosen), contract(replace(RECIPE, steps=9), chosen))
     with pytest.raises(TuneError, match=r"recipe\.batch_size"):
-        agree("s", law(made=chosen), law(replace(RECIPE, batch_size=9), chosen))
+        check_resume("s", contract(made=chosen), contract(replace(RECIPE, batch_size=9), chosen))
 
 
 def test_threads_count_on_a_cpu_alone() -> None:
     with pytest.raises(TuneError, match="another threads: it was 1, and is now 2; use another name"):
-        agree("s", law(), law(threads=2))
-    agree("s", law(device="cuda:0"), law(device="cuda:0", threads=2))
+        check_resume("s", contract(), contract(threads=2))
+    check_resume("s", contract(device="cuda:0"), contract(device="cuda:0", threads=2))
 
 
 def test_what_an_older_weft_did_not_write_down_counts_as_equal() -> None:
-    old = {name: value for name, value in law().items() if name not in ("recipe", "threads")}
-    agree("s", old, law(replace(RECIPE, steps=3), threads=2))
-    agree("s", {**law(), "recipe": {"steps": 2}}, law(replace(RECIPE, batch_size=4)))
-    agree("s", None, law())
-    old = {OLD.get(name, name): value for name, value in law()["recipe"].items()}
-    agree("s", {**law(), "recipe": old}, law())
+    old = {name: value for name, value in contract().items() if name not in ("recipe", "threads")}
+    check_resume("s", old, contract(replace(RECIPE, steps=3), threads=2))
+    check_resume("s", {**contract(), "recipe": {"steps": 2}}, contract(replace(RECIPE, batch_size=4)))
+    check_resume("s", None, contract())
+    check_resume("s", {**contract(), "device_memory": None, "memory": 2**30}, {**contract(), "device_memory": 2**30})
+    old = {OLD.get(name, name): value for name, value in contract()["recipe"].items()}
+    check_resume("s", {**contract(), "recipe": old}, contract())
     with pytest.raises(TuneError, match=r"recipe\.report_every"):
-        agree("s", {**law(), "recipe": {**old, "report": 3}}, law())
+        check_resume("s", {**contract(), "recipe": {**old, "report": 3}}, contract())
 
 
 def test_a_study_is_not_resumed_with_another_recipe_and_is_with_more_trials_and_workers(tmp_path: Path) -> None:
-    def study(recipe: Recipe, **asked: Any) -> weft.tune.Tuned:
-        wanted: dict[str, Any] = {"trials": 1, "sampler": "random", "name": "s", "runs": tmp_path, **asked}
+    def study(recipe: Recipe, **asked: Any) -> weft.tune.StudyResult:
+        wanted: dict[str, Any] = {"trials": 1, "sampler": "random", "name": "s", "root": tmp_path, **asked}
         return weft.tune(recipe, space(), **wanted)
 
     first = study(RECIPE)
     with pytest.raises(TuneError, match=r"another recipe\.steps: it was 2, and is now 3"):
         study(replace(RECIPE, steps=3), trials=2, resume=True)
-    found = study(RECIPE, trials=2, workers=1, retries=0, seconds=99.0, resume=True)
+    found = study(RECIPE, trials=2, jobs_per_device=1, max_retries=0, timeout=99.0, resume=True)
     assert found.trials[0] == first.trials[0]
     assert [one.state for one in found.trials] == ["complete", "complete"]

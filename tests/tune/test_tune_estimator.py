@@ -1,0 +1,153 @@
+"""Estimates that are made in other processes: the same as those that are made here, whatever becomes of the process."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import objectives
+import pytest
+import torch
+
+import weft
+from weft.tune import Recipe
+from weft.tune.devices import processors
+from weft.tune.fit.estimator import DeviceClass, EstimatorPool, Infeasible, find_requirements
+from weft.tune.fit.fit import Requirements
+from weft.tune.training.run_job import StudySpec
+
+DEVICES = DeviceClass(2 * 2**20, 1, "cpu", False)
+ASKED = {0: {"width": 16}, 1: {"width": 192}, 2: {"width": 16, "lr": 0.1}, 3: {"width": 4096}}
+
+
+def spec(**changed: Any) -> StudySpec:
+    made: dict[str, Any] = {"model": objectives.perceptron, "data": weft.data.digits, "steps": 2, **changed}
+    return StudySpec(Recipe(**made), ("loss",), 0)
+
+
+@contextmanager
+def pool(spec: StudySpec, processes: int) -> Iterator[EstimatorPool]:
+    with closing(EstimatorPool(spec, DEVICES, processes=processes)) as made:
+        yield made
+
+
+def answers(estimators: EstimatorPool, many: int) -> dict[int, Requirements | Infeasible]:
+    """By number, in the order in which they came."""
+    found: dict[int, Requirements | Infeasible] = {}
+    until = time.monotonic() + 60
+    while len(found) < many and time.monotonic() < until:
+        found |= dict(estimators.completed())
+        time.sleep(0.01)
+    return found
+
+
+@pytest.fixture(scope="module")
+def here() -> dict[int, Requirements | Infeasible]:
+    """What this process finds."""
+    return {number: find_requirements(spec(), params, DEVICES) for number, params in ASKED.items()}
+
+
+def test_other_processes_find_the_requirements_and_refusals_that_this_one_would(
+    here: dict[int, Requirements | Infeasible],
+) -> None:
+    assert isinstance(here[3], Infeasible)
+    assert "fits nowhere" in here[3].reason
+    before = set(active_children())
+    with pool(spec(), 2) as estimators:
+        for number, params in ASKED.items():
+            estimators.ask(number, params)
+        assert estimators.open == ASKED
+        assert len(set(active_children()) - before) == 2
+        assert answers(estimators, 4) == here
+        assert estimators.open == {}
+
+
+def test_what_a_process_that_is_killed_was_asked_is_answered_all_the_same(
+    here: dict[int, Requirements | Infeasible],
+) -> None:
+    before = set(active_children())
+    with pool(spec(), 1) as estimators:
+        for number, params in ASKED.items():
+            estimators.ask(number, params)
+        (process,) = set(active_children()) - before
+        process.kill()
+        assert answers(estimators, 4) == here
+        estimators.ask(4, {"width": 16})
+        assert answers(estimators, 1) == {4: here[0]}
+
+
+def test_a_model_that_leaves_python_is_refused_and_its_process_goes_on(
+    here: dict[int, Requirements | Infeasible],
+) -> None:
+    with pool(spec(model=objectives.quits), 1) as estimators:
+        estimators.ask(0, {"width": 0})
+        estimators.ask(1, ASKED[0])
+        assert answers(estimators, 2) == {0: Infeasible("SystemExit(3)"), 1: here[0]}
+
+
+def test_what_another_process_cannot_import_is_estimated_here(here: dict[int, Requirements | Infeasible]) -> None:
+    def local(params: Mapping[str, Any]) -> torch.nn.Module:
+        return objectives.perceptron(params)
+
+    def broken(params: Mapping[str, Any]) -> torch.nn.Module:
+        raise RuntimeError("no such layer")
+
+    with pool(spec(model=local), 2) as estimators:
+        estimators.ask(0, ASKED[0])
+        assert estimators.open == {0: ASKED[0]}
+        assert estimators.completed() == [(0, here[0])]
+    refused = find_requirements(spec(model=broken), {}, DEVICES)
+    assert isinstance(refused, Infeasible)
+    assert "no such layer" in refused.reason
+
+
+def test_however_many_are_asked_all_are_answered_and_those_of_a_known_architecture_need_not_wait() -> None:
+    with pool(spec(), 1) as estimators:
+        for number in range(200):  # more than a pipe can hold
+            estimators.ask(number, {"width": 8 + number % 5, "lr": 1.0 / (1 + number), "note": "x" * 4096})
+        found = answers(estimators, 200)
+    assert sorted(found) == list(range(200))
+    order = list(found)
+    assert order.index(5) < order.index(4)
+
+
+def test_where_memory_is_not_counted_no_process_starts() -> None:
+    before = active_children()
+    estimators = EstimatorPool(spec(), DeviceClass(None, 1, "cpu", False), processes=2)
+    estimators.ask(0, ASKED[0])
+    assert active_children() == before
+    assert [number for number, _ in estimators.completed()] == [0]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "h200"])
+def test_a_model_whose_shapes_depend_on_data_has_a_device_to_itself(kind: str) -> None:
+    found = find_requirements(spec(model=objectives.experts), {}, DeviceClass(2**33, 1, kind, True))
+    assert isinstance(found, Requirements)
+    assert (found.memory, found.fit, found.fusion_key) == (None, None, None)
+    assert found.note.startswith("not estimated: the step cannot be traced without data: DynamicOutputShapeException")
+
+
+def test_trials_that_were_not_estimated_train_and_say_so(tmp_path: Path) -> None:
+    space = weft.Space()
+    space.real("lr", 0.01, 0.1)
+    recipe = spec(model=objectives.experts).objective
+    study = weft.tune(recipe, space, trials=2, minimize="loss", devices=["cpu=500MiB"], name="s", root=tmp_path)
+    for record in study.trials:
+        assert record.state == "complete"
+        assert record.info["estimate"].startswith("not estimated: the step cannot be traced without data")
+    asked: dict[str, Any] = {"trials": 1, "minimize": "loss", "devices": ["cpu=32KiB"], "name": "t", "root": tmp_path}
+    (record,) = weft.tune(recipe, space, **asked).trials
+    assert (record.state, record.info["attempts"], record.info["alone"]) == ("failed", 1, True)
+    assert "out of memory" in record.info["error"]
+    assert "estimate" in record.info
+
+
+def test_processors_are_on_no_more_cores_than_there_are() -> None:
+    threads, cores = processors()
+    assert threads == len(os.sched_getaffinity(0))
+    assert 1 <= cores <= threads
