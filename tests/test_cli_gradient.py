@@ -16,14 +16,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from small_supernets import layered
-from torch import nn
 
 import weft
 from weft import zoo
@@ -410,8 +408,10 @@ def test_search_in_python_says_how_it_is_called(tmp_path: Path) -> None:
     search: Any = weft.search
     with pytest.raises(SearchError, match=r"trained together by weft.search_gradient\(build, data, steps=...\)"):
         search(layered)
-    with pytest.raises(SearchError, match=r"takes a run that weft.train made, not str"):
-        search("runs/x")
+    with pytest.raises(SearchError, match=r"the option 'recalibrate' is called 'bn_batches' now"):
+        search(trained, recalibrate=1)
+    with pytest.raises(SearchError, match=r"unknown option 'budgets'; did you mean 'budget'"):
+        search(trained, budgets=1)
     with pytest.raises(SearchError, match=r"'gdas' trains weights and architecture together"):
         search(trained, method=GDAS())
     with pytest.raises(SearchError, match=r"'drnas' trains weights and architecture together: call weft.search_grad"):
@@ -460,19 +460,3 @@ def test_the_parameters_of_the_ends_are_those_of_extracted_modules(name: str) ->
     assert [entry.smallest, entry.largest] == ends
     assert entry.subnets == chain.space.size()
     assert all(not p.is_meta for p in chain.parameters())
-
-
-def test_a_space_of_ones_own_is_catalogued_too() -> None:
-    def endless() -> weft.Chain:
-        """Two lines
-        of ``words``.
-
-        More of them.
-        """
-        space = weft.Space()
-        space.real("rate", 0.0, 1.0)
-        return weft.Chain(weft.Choice(space, "op", {"a": partial(nn.Linear, 2, 2), "b": nn.Identity}))
-
-    (entry,) = catalogue({"own": endless})
-    assert (entry.name, entry.subnets, entry.choices, entry.about) == ("own", None, 2, "Two lines of words.")
-    assert (entry.smallest, entry.largest) == (0, 6)
