@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from weft.errors import RunError, SearchError, nearest
-from weft.runs import read_json
 from weft.search.front import Front
 from weft.search.scorer import Scorer
 from weft.space import Subnet
 from weft.supernet import export
 from weft.trainer.api import TrainedRun
 from weft.trainer.evaluate import recalibrated
+from weft.utils.files import read_json
 
 
 def export_subnet(
