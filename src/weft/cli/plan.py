@@ -190,7 +190,7 @@ def plan(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say how a model is best split over devices, what that takes, and what others would do."""
+    """Find out how a model is best split over devices."""
     from weft.plan.planner import load
     from weft.plan.planner import plan as make
 
@@ -274,7 +274,7 @@ def calibrate(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and repeats.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine's devices and links, for `weft plan --machine FILE.json`."""
+    """Measure this machine, for weft plan --machine."""
     import torch
 
     from weft.plan.calibrate import calibrate as measure

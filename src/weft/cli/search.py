@@ -54,7 +54,10 @@ def search(
     stages: Annotated[int | None, typer.Option(help="For gradient methods: on how many processes.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Search a trained supernet and print its Pareto front; or, by a gradient method, train and search at once."""
+    """Search a trained supernet and print its Pareto front.
+
+    With a gradient method, such as --method drnas, the supernet is trained and searched at once.
+    """
     more = {
         "search.method": method,
         "search.targets": json.dumps(target) if target else None,
@@ -64,12 +67,12 @@ def search(
         config, context, [f"--{key}={value}" for key, value in more.items() if value is not None]
     )
 
-    s, asked = settings.search, {"--method": method, "--stages": stages}
-    typed = [*context.args, *(f"{option}={value}" for option, value in asked.items() if value is not None)]
+    s, options = settings.search, {"--method": method, "--stages": stages}
+    typed = [*context.args, *(f"{option}={value}" for option, value in options.items() if value is not None)]
     typed += [f"--target={one}" for one in target or ()]
     check_method(s.method)
     if is_gradient(s.method):
-        tell_unused(s)
+        warn_unused(s)
         _learn(settings, folder, resume, shlex.join(["weft", "search", config, *typed, "--resume"]), as_json)
         return
     for option, value in {"--target": target, "--resume": resume, "--stages": stages}.items():
@@ -78,7 +81,7 @@ def search(
                 f"{option} is for methods that train, such as --method drnas: '{s.method or 'evolution'}' searches a "
                 f"trained run{', bounded by --search.constraints' if option == '--target' else ''}"
             )
-    tell_unused(s)
+    warn_unused(s)
     import weft
     from weft.cli import build
     from weft.cli.progress import Bar
@@ -109,10 +112,15 @@ def search(
         return
     console.print(front.table())
     console.print(f"saved as front.json and front.csv in {where}", soft_wrap=True)
+    named = [] if s.name == Search().name else ["--search.name", s.name]
+    console.print(f"next: {shlex.join(['weft', 'export', str(trained.path), *named])}", soft_wrap=True)
 
 
 def export(context: typer.Context, config: Target, as_json: AsJson = False) -> None:
-    """Write the best subnet, or the one named by --export.subnet, as plain PyTorch and ONNX files."""
+    """Write a subnet as plain PyTorch or ONNX files.
+
+    It is the best of the front, or the one that --export.subnet names.
+    """
     settings, folder = read_target(config, context)
     from weft.cli import build
     from weft.search.export import export_subnet
@@ -136,7 +144,10 @@ def _learn(settings: Config, folder: Path, resume: bool, again: str, as_json: bo
     if result["probabilities"] is not None:
         output.mixture(console, result["probabilities"])
     names = ("architecture", "run", "steps", "fingerprint")
-    picked = {"perturbation": "by the loss without each option", "likeliest": "the likeliest of the mixture"}
+    picked = {
+        "perturbation": "in each choice, the option whose removal raises the loss most",
+        "likeliest": "in each choice, the most probable option",
+    }
     how = {"picked": picked[result["picked"]]} if result["picked"] else {}
     scores = {name: f"{value:.6g}" for name, value in result["scores"].items()}
     output.facts(
@@ -164,7 +175,7 @@ def check_method(method: str | None) -> None:
 _GRADIENT_KEYS = ("targets", "weight_warmup_steps", "rate", "pick")
 
 
-def tell_unused(search: Search) -> None:
+def warn_unused(search: Search) -> None:
     """Warns of settings that the method does not look at."""
     usual, method, gradient = Search(), search.method, is_gradient(search.method)
     others = ("maximize", "minimize", "constraints", "seed") if gradient else _GRADIENT_KEYS

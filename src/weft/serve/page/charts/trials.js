@@ -43,8 +43,8 @@ weft.trials.table = (get, more = {}) => {
         : []),
       { name: "fused", number: true, value: (trial) => trial.fused },
       { name: "attempts", number: true, value: (trial) => trial.attempts },
-      ...(get().trials.some((trial) => trial.why)
-        ? [{ name: "why it ended", wide: true, value: (trial) => trial.why ?? "" }]
+      ...(get().trials.some((trial) => trial.error)
+        ? [{ name: "error", wide: true, value: (trial) => trial.error ?? "" }]
         : []),
     ],
     get().trials,

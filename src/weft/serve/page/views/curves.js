@@ -87,7 +87,7 @@ weft.curves = {
       weft.facts([
         ["kind", run.kind],
         ["progress", weft.runLine.progress(run)],
-        ["time left", run.left_s === null ? null : format.duration(run.left_s)],
+        ["time left", run.seconds_left === null ? null : format.duration(run.seconds_left)],
         ["took", run.seconds === null ? null : format.duration(run.seconds)],
         ["loss", run.loss === null ? null : format.number(run.loss)],
         ...Object.entries(run.metrics ?? {}).map(([name, value]) => [name, format.number(value)]),
@@ -105,7 +105,7 @@ weft.curves = {
               )
             : null,
         ],
-        ["thinned", curves?.points > 1000 ? `${format.number(curves.points)} points` : null],
+        ["downsampled from", curves?.points > 1000 ? `${format.number(curves.points)} points` : null],
         ["damaged lines skipped", damaged || null],
       ]),
     );

@@ -53,7 +53,7 @@ weft.views.runs = {
         value: (run) => (run.steps ? run.done / run.steps : null),
         show: weft.runLine.progress,
       },
-      { name: "time left", number: true, value: (run) => run.left_s, show: (run) => format.duration(run.left_s) },
+      { name: "time left", number: true, value: (run) => run.seconds_left, show: (run) => format.duration(run.seconds_left) },
       { name: "loss curve", plain: true, value: () => "", show: (run) => weft.spark(run, sparks) },
       { name: "loss", number: true, value: (run) => run.loss },
       {
