@@ -319,7 +319,7 @@ class Requirements:
 
 
 def requirements(
-    terms: StudySpec,
+    spec: StudySpec,
     params: Mapping[str, Value],
     memory: int | None,
     devices: int,
@@ -333,9 +333,9 @@ def requirements(
     Raises TuneError, with the figures, for one that fits nowhere. What cannot be traced, such as a model whose shapes
     depend on data, gets all of a device as it is. A function needs what its study says.
     """
-    if not isinstance(terms.objective, Recipe):
+    if not isinstance(spec.objective, Recipe):
         return Requirements(memory)
-    config = trial_config(terms.objective, params)
+    config = trial_config(spec.objective, params)
     if memory is None:
         return Requirements(None, None, _fusion_key(config) if fuse else None, architecture_key(params), config.steps)
 
