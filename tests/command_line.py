@@ -1,11 +1,15 @@
-"""The command line called in this process, as it would be called in a folder."""
+"""The command line called in this process, as it would be called in a folder; and on a terminal."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
+import pty
+import select
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -74,3 +78,26 @@ def weft(*arguments: object, cwd: Path | None = None) -> Done:
         finally:
             sys.argv = argv
     return Done(code, out.getvalue(), err.getvalue())
+
+
+def on_terminal(*arguments: object, cwd: Path, **environment: str) -> str:
+    """What the command line writes to a terminal, in a process of its own that ends well."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "weft.cli", *map(str, arguments)]
+    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "140", "LINES": "30", **environment}
+    process = subprocess.Popen(command, cwd=cwd, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    written, limit = b"", time.monotonic() + 120
+    try:
+        while time.monotonic() < limit:
+            if select.select([ours], [], [], 0.2)[0]:
+                try:
+                    written += os.read(ours, 65536)
+                except OSError:  # Linux says so when the other side is closed
+                    break
+        assert process.wait(timeout=10) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    return written.decode()

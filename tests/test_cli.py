@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
-import select
 import shlex
 import shutil
 import signal
@@ -19,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import weft
+from command_line import on_terminal, weft
 
 from weft.cli import main
 from weft.cli.app import app
@@ -406,38 +404,11 @@ def test_a_search_that_is_stopped_keeps_its_scores_and_ends_as_if_it_had_not_bee
 
 
 def test_a_bar_with_loss_rate_and_time_left_is_drawn_on_a_terminal_and_taken_away(project: Path) -> None:
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "CLI_PAUSE": "0.05", "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "30"}
-    process = subprocess.Popen(
-        command("train", "c.toml"), cwd=project, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
-    )
-    os.close(theirs)
-    seen = read_terminal(ours, process)
-    assert process.wait(timeout=60) == 0
-    drawn, _, result = seen.rpartition("\x1b[2K")  # the last line that was cleared is that of the bar
+    written = on_terminal("train", "c.toml", cwd=project, CLI_PAUSE="0.05")
+    drawn, _, result = written.rpartition("\x1b[2K")  # the last line that was cleared is that of the bar
     assert re.search(r"train\b.*\b\d+/40\b", drawn)
     assert re.search(r"loss \d\.\d{3}", drawn)
     assert re.search(r"\d steps/s", drawn)
     assert re.search(r"m00:0[1-9]\x1b", drawn)
     assert "fingerprint" in result
     assert "steps/s" not in result
-
-
-def read_terminal(handle: int, process: subprocess.Popen[Any]) -> str:
-    """All that the process writes to its terminal until it closes it."""
-    seen, limit = b"", time.monotonic() + 60
-    while time.monotonic() < limit:
-        ready, _, _ = select.select([handle], [], [], 0.2)
-        if not ready:
-            continue
-        try:
-            part = os.read(handle, 65536)
-        except OSError:  # Linux says so when the other side is closed
-            break
-        if not part:
-            break
-        seen += part
-    else:
-        process.kill()
-    os.close(handle)
-    return seen.decode()

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import os
-import pty
 import re
-import select
 import shutil
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_line import inside, on_terminal
+from command_line import weft as call
 from small_supernets import layered
-from torch import nn
 
 import weft
 from weft import zoo
-from weft.cli import main
 from weft.errors import SearchError
 from weft.runs import Run
 from weft.search.cost import parameters
@@ -107,52 +96,6 @@ def watched(outputs, batch):
 """
 
 
-@dataclass(frozen=True)
-class Done:
-    """How a call ended."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        """The one JSON document on standard output, strictly read; nothing is on standard error."""
-        assert (self.code, self.err) == (0, "")
-        assert self.out.count("\n") == 1
-        return json.loads(self.out, parse_constant=pytest.fail)
-
-
-@contextmanager
-def inside(folder: Path) -> Iterator[None]:
-    """As a process that was started in the folder would be, and afterwards as before."""
-    paths, modules, here = list(sys.path), set(sys.modules), Path.cwd()
-    try:
-        os.chdir(folder)
-        yield
-    finally:
-        os.chdir(here)
-        sys.path[:] = paths
-        for name in set(sys.modules) - modules:
-            if name.startswith("grad_"):
-                del sys.modules[name]
-
-
-def call(*arguments: object, cwd: Path) -> Done:
-    """Calls the command line in this process."""
-    argv, out, err, code = sys.argv, io.StringIO(), io.StringIO(), 0
-    with inside(cwd):
-        try:
-            sys.argv = ["weft", *map(str, arguments)]
-            with redirect_stdout(out), redirect_stderr(err):
-                main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        finally:
-            sys.argv = argv
-    return Done(code, out.getvalue(), err.getvalue())
-
-
 def write_project(folder: Path) -> Path:
     (folder / "c.toml").write_text(CONFIG)
     (folder / "grad_net.py").write_text(CODE)
@@ -166,7 +109,7 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A folder whose config was searched by DrNAS, and what was result; only to be read."""
+    """A folder whose config was searched by DrNAS, and the JSON of that; only to be read."""
     folder = write_project(tmp_path_factory.mktemp("searched"))
     return folder, call(
         "search", "c.toml", "--method", "drnas", "--target", "parameters=900", "--json", cwd=folder
@@ -378,25 +321,8 @@ def test_two_processes_have_the_bits_of_one(searched: tuple[Path, dict[str, Any]
 
 
 def test_on_a_terminal_the_bar_tells_loss_and_entropy(project: Path) -> None:
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "140", "LINES": "30"}
-    command = [sys.executable, "-m", "weft.cli", "search", "c.toml", "--method=drnas", "--train.steps=150"]
-    process = subprocess.Popen(command, cwd=project, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    seen, limit = b"", time.monotonic() + 120
-    try:
-        while time.monotonic() < limit:
-            if select.select([ours], [], [], 0.2)[0]:
-                try:
-                    seen += os.read(ours, 65536)
-                except OSError:  # Linux says so when the other side is closed
-                    break
-        assert process.wait(timeout=10) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
-    drawn, _, result = seen.decode().rpartition("\x1b[2K")  # the last line that was cleared is that of the bar
+    written = on_terminal("search", "c.toml", "--method=drnas", "--train.steps=150", cwd=project)
+    drawn, _, result = written.rpartition("\x1b[2K")  # the last line that was cleared is that of the bar
     drawn = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", drawn)
     assert re.search(r"search\b.*\b\d+/150\b.*loss \d\.\d{3} \| [01]\.\d\d bits", drawn)
     assert re.search(r"\d steps/s", drawn)
@@ -410,8 +336,10 @@ def test_search_in_python_says_how_it_is_called(tmp_path: Path) -> None:
     search: Any = weft.search
     with pytest.raises(SearchError, match=r"trained together by weft.search_gradient\(build, data, steps=...\)"):
         search(layered)
-    with pytest.raises(SearchError, match=r"takes a run that weft.train made, not str"):
-        search("runs/x")
+    with pytest.raises(SearchError, match=r"the option 'recalibrate' is called 'bn_batches' now"):
+        search(trained, recalibrate=1)
+    with pytest.raises(SearchError, match=r"unknown option 'budgets'; did you mean 'budget'"):
+        search(trained, budgets=1)
     with pytest.raises(SearchError, match=r"'gdas' trains weights and architecture together"):
         search(trained, method=GDAS())
     with pytest.raises(SearchError, match=r"'drnas' trains weights and architecture together: call weft.search_grad"):
@@ -460,19 +388,3 @@ def test_the_parameters_of_the_ends_are_those_of_extracted_modules(name: str) ->
     assert [entry.smallest, entry.largest] == ends
     assert entry.subnets == chain.space.size()
     assert all(not p.is_meta for p in chain.parameters())
-
-
-def test_a_space_of_ones_own_is_catalogued_too() -> None:
-    def endless() -> weft.Chain:
-        """Two lines
-        of ``words``.
-
-        More of them.
-        """
-        space = weft.Space()
-        space.real("rate", 0.0, 1.0)
-        return weft.Chain(weft.Choice(space, "op", {"a": partial(nn.Linear, 2, 2), "b": nn.Identity}))
-
-    (entry,) = catalogue({"own": endless})
-    assert (entry.name, entry.subnets, entry.choices, entry.about) == ("own", None, 2, "Two lines of words.")
-    assert (entry.smallest, entry.largest) == (0, 6)

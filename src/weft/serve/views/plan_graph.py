@@ -212,6 +212,7 @@ def layer_costs(
         rows.append(("sent between stages", 0.0, sent))
     if rest > 0:
         rows.append(("parameters that nothing reads", rest, 0.0))
+    rows = [row for row in rows if row[1] + row[2] > 0]
     total = math.fsum(row[1] + row[2] for row in rows)
     large = [row for row in rows if row[1] + row[2] >= LITTLE * total]
     if little := [row for row in rows if row[1] + row[2] < LITTLE * total]:

@@ -23,7 +23,7 @@ weft.trials.table = (get, more = {}) => {
         value: (trial) => trial.params?.[own.name] ?? null,
         show: own.options ? (trial, value) => format.value(value ?? undefined) : undefined,
       })),
-      { name: "took", number: true, value: (trial) => trial.seconds, show: (trial) => format.seconds(trial.seconds) },
+      { name: "duration", number: true, value: (trial) => trial.seconds, show: (trial) => format.seconds(trial.seconds) },
       { name: "devices", value: (trial) => (trial.devices ?? []).join(", ") },
       ...(measured
         ? [

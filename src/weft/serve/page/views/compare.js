@@ -88,7 +88,7 @@ weft.compare = (runs) => {
       { name: "loss", number: true, value: (run) => run.loss },
       { name: "metrics", value: (run) => weft.runLine.metrics(run) },
       { name: "stages", number: true, value: (run) => run.stages },
-      { name: "took", number: true, value: (run) => run.seconds, show: (run) => format.duration(run.seconds) },
+      { name: "duration", number: true, value: (run) => run.seconds, show: (run) => format.duration(run.seconds) },
       {
         name: "fingerprint",
         value: (run) => run.fingerprint ?? "",

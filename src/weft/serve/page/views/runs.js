@@ -69,8 +69,8 @@ weft.views.runs = {
         value: (run) => (run.kind === "tune" ? null : run.stages),
         show: (run, value) => value ?? "",
       },
-      { name: "took", number: true, value: (run) => run.seconds, show: (run) => format.duration(run.seconds) },
-      { name: "begun", value: (run) => run.created, show: (run) => format.date(run.created) },
+      { name: "duration", number: true, value: (run) => run.seconds, show: (run) => format.duration(run.seconds) },
+      { name: "started", value: (run) => run.created, show: (run) => format.date(run.created) },
     ];
     const fill = () => {
       const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
