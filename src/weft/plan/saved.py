@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -126,44 +125,6 @@ def read_splits(graph: Graph, mesh: Mesh, given: Mapping[str, Any]) -> tuple[OpS
             raise PlanError(f"'{operator.name}' cannot be split as {words} on the mesh {mesh}: the parts are not equal")
         found.append(split)
     return tuple(found)
-
-
-def to_json(plan: Plan) -> dict[str, Any]:
-    """Plain values. ``splits`` may be edited by hand: for each operator the dimension that each mesh axis cuts."""
-    names = [operator.name for operator in plan.graph.operators]
-    return {
-        "format": FORMAT,
-        "model": plan.model,
-        "machine": plan.machine,
-        "devices": plan.devices,
-        "idle": plan.unused_devices,
-        "mesh": list(plan.mesh.sizes),
-        "stages": plan.stages,
-        "microbatches": plan.microbatches,
-        "recompute": plan.recompute,
-        "untried": plan.untried_configs,
-        "limit": None if math.isinf(plan.memory_limit) else plan.memory_limit,
-        "training": {"dtype": plan.training.dtype, "optimizer_bytes": plan.training.optimizer_bytes},
-        "cost": {COST_KEYS.get(name, name): value for name, value in asdict(plan.cost).items()},
-        "splits": {name: list(plan.names(op)) for op, name in enumerate(names)},
-        "stage": dict(zip(names, plan.stage, strict=True)) if plan.stages > 1 else {},
-        "compared": [
-            {
-                "name": row.name,
-                "mesh": row.mesh,
-                "why": row.why,
-                "step": row.cost.step_time if row.cost else None,
-                "memory": row.cost.memory if row.cost else None,
-            }
-            for row in plan.comparisons
-        ],
-    }
-
-
-def to_saved(plan: Plan) -> dict[str, Any]:
-    """What a file holds: the plain values of the plan, the machine, and a row for each operator."""
-    machine = {} if plan.machine_spec is None else {"machine_spec": plan.machine_spec.to_json()}
-    return {**to_json(plan), **machine, "operators": operators(plan)}
 
 
 def operators(plan: Plan) -> list[dict[str, Any]]:
