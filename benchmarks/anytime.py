@@ -123,9 +123,7 @@ def follow(field: Field, method: str, device: str, seconds: float, seed: int, po
     curve = Curve(field, plain, target, device, seconds, points)
     options: dict[str, Any] = {
         "batch_size": field.batch,
-        "optimizer": weft.Optimizer("adamw", lr=field.rate, weight_decay=0.05),
-        "schedule": "constant",
-        "warmup": 50,
+        "optimizer": weft.Optimizer("adamw", lr=field.rate, weight_decay=0.05, schedule="constant", warmup_steps=50),
         "seed": seed,
         "device": device,
         "channels_last": False,

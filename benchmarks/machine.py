@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from weft.runs import write_json
+from weft.utils.files import write_json
 
 
 def about() -> dict[str, Any]:

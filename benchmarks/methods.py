@@ -5,8 +5,8 @@ Every method has the same seconds on the same device, training and searching tak
 probabilities of subnets for those that learn a mixture (over the whole table), inherited losses for those that train
 by samples (over the subnets that evolution scored). `random` draws one subnet and knows nothing, and `table-evolution`
 is regularized evolution that reads the true accuracies of as many subnets as `QUERIES` says, which no real search can.
-With `--picks`, `picks` of those that learn a mixture tells what every way of `picks.py` settles on with the same
-weights, and the seconds that it takes, which the row's do not hold.
+With `--picks`, `picks` of those that learn a mixture has what every way of `picks.py` chooses with the same weights,
+and the seconds that it takes, which those of the row do not include.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Job:
     seed: int
     seconds: float
     warm: float | None = None  # the part of the steps in which the weights learn alone; None: as the product has it
-    picks: bool = False  # whether other ways to settle on a subnet are tried too
+    picks: bool = False  # whether other ways to choose a subnet are tried too
 
     @property
     def id(self) -> tuple[str, str, int, float, float | None]:
@@ -93,8 +93,9 @@ class Job:
 def options_of(bench: Bench, device: str, steps: int, seed: int, folder: str) -> dict[str, Any]:
     return {
         "batch_size": bench.batch,
-        "optimizer": weft.Optimizer("sgd", lr=bench.rate, momentum=0.9, weight_decay=5e-4),
-        "warmup": min(50, steps // 10),
+        "optimizer": weft.Optimizer(
+            "sgd", lr=bench.rate, momentum=0.9, weight_decay=5e-4, warmup_steps=min(50, steps // 10)
+        ),
         "augment": weft.ShiftFlip("image", padding=4),
         "metrics": {"accuracy": weft.accuracy},
         "seed": seed,
@@ -132,10 +133,10 @@ def _train(bench: Bench, data: Data, job: Job, device: str, steps: int, folder: 
     if isinstance(method, GradientMethod):
         if job.warm is not None:
             options["architecture"] = weft.Optimizer("adam", lr=1e-2, betas=(0.5, 0.999), weight_decay=1e-3)
-            options["warmup_weights"] = int(steps * job.warm) // 2 * 2
+            options["weight_warmup_steps"] = int(steps * job.warm) // 2 * 2
         return search_gradient(bench.build, data, method=method, steps=steps, **options)
     if method.microbatches:
-        options |= {"microbatches": method.microbatches, "distil": method.distils}
+        options |= {"microbatches": method.microbatches, "distill": method.distils}
     return weft.train(bench.build, data, steps=steps, stream=method.stream, **options)
 
 
@@ -144,7 +145,7 @@ def measure(job: Job, data: Data, truth: Mapping[str, float], device: str) -> di
     bench = BENCHES[job.space]
     space = bench.build().space
     extra: dict[str, Any] = {}
-    settling = 0.0
+    choosing = 0.0
     began = time.perf_counter()
     if job.method == "random":
         pick, tau = space.sample(np.random.default_rng(job.seed)), math.nan
@@ -177,12 +178,12 @@ def measure(job: Job, data: Data, truth: Mapping[str, float], device: str) -> di
                 if job.picks:
                     aside = time.perf_counter()
                     extra["picks"] = _picks(result, bench, truth)
-                    settling = time.perf_counter() - aside
+                    choosing = time.perf_counter() - aside
             else:
                 trained = _train(bench, data, job, device, steps, folder, [])
                 pick, tau, extra["scored"] = _evolve(trained, bench, truth, job, began)
         extra |= {"steps": steps, "seconds_a_step": a_step}
-    took = time.perf_counter() - began - settling
+    took = time.perf_counter() - began - choosing
     told = _told(bench, truth, pick)
     return {
         "space": job.space,
@@ -206,10 +207,10 @@ def _told(bench: Bench, truth: Mapping[str, float], pick: Subnet) -> dict[str, A
 
 
 def _picks(found: GradientSearchResult, bench: Bench, truth: Mapping[str, float]) -> dict[str, dict[str, Any]]:
-    """What every way settles on."""
+    """What every way chooses."""
     trained, told = found.trained, {}
     assert found.mixture is not None
-    with deterministic(trained.settings.device):
+    with deterministic(trained.device):
         for name, way in picks.ways(trained, found.mixture).items():
             began = time.perf_counter()
             told[name] = {**_told(bench, truth, way()), "seconds": time.perf_counter() - began}
@@ -239,7 +240,7 @@ def _evolve(
             method="evolution",
             seed=job.seed,
             bn_batches=1,
-            batch_size=5000 if trained.settings.device.type == "cuda" else 500,  # small kernels: time is launches
+            batch_size=5000 if trained.device.type == "cuda" else 500,  # small kernels: time is launches
             on_score=stop,
         )
     pick = min(seen, key=lambda subnet: seen[subnet])

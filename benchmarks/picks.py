@@ -1,15 +1,13 @@
-"""Ways to settle on a subnet once a mixture has been learned, for the comparison of `methods.py`.
+"""Ways to choose a subnet once a mixture is learned, for the comparison of `methods.py`.
 
 `likeliest` looks at the probabilities alone. The others look at validation data too, with the weights as they are:
-`missed` keeps of every choice the option that the mixture would miss most (weft.search.discretize); `rescored`
+`perturbation` keeps of every choice the option whose removal raises the loss most (weft.search.discretize); `rescored`
 scores the likeliest subnet, some that are drawn from the mixture, and neighbours of the best, as subnets by themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import torch
 
 import weft
 from weft.data import Loader
@@ -25,10 +23,10 @@ IMAGES = 2048
 
 
 def rescored(trained: weft.TrainedRun, mixture: Mixture) -> Subnet:
-    chain, settings, space = trained.chain, trained.settings, mixture.space
+    chain, step, space = trained.chain, trained.step, mixture.space
     assert trained.data.validation is not None
     train, held = (
-        Loader(part, min(256, len(part)), settings.seed, device=settings.device)
+        Loader(part, min(256, len(part)), step.seed, device=trained.device)
         for part in (trained.data.train, trained.data.validation)
     )
     calibration, batches = [train.batch(0)], [held.batch(k) for k in range(IMAGES // 256)]
@@ -37,10 +35,10 @@ def rescored(trained: weft.TrainedRun, mixture: Mixture) -> Subnet:
     def score(subnet: Subnet) -> float:
         if subnet not in known:
             with recalibrated(chain, subnet, calibration):
-                known[subnet] = evaluate(chain, subnet, batches, settings.loss)["loss"]
+                known[subnet] = evaluate(chain, subnet, batches, step.loss)["loss"]
         return known[subnet]
 
-    rng = generator(settings.seed, "rescored")
+    rng = generator(step.seed, "rescored")
     rows = {name: mixture[name].detach().double().cpu().numpy() for name in space.choices}
     score(most_probable_subnet(mixture))
     for _ in range(DRAWS):
@@ -56,12 +54,10 @@ def rescored(trained: weft.TrainedRun, mixture: Mixture) -> Subnet:
 
 def ways(trained: weft.TrainedRun, mixture: Mixture) -> dict[str, Callable[[], Subnet]]:
     """Every way by name; the chain is the plain one, in evaluation mode."""
-    chain, settings = trained.chain, trained.settings
-    mixture = Mixture.unchecked(
-        chain.space, {n: mixture[n].detach().to(torch.device(settings.device)) for n in chain.space.choices}
-    )
+    chain = trained.chain
+    mixture = Mixture.unchecked(chain.space, {n: mixture[n].detach().to(trained.device) for n in chain.space.choices})
     return {
         "likeliest": lambda: most_probable_subnet(mixture),
-        "missed": lambda: by_perturbation(chain, mixture, trained.data, settings),
+        "perturbation": lambda: by_perturbation(trained, mixture),
         "rescored": lambda: rescored(trained, mixture),
     }

@@ -221,7 +221,7 @@ def main() -> None:
         help="part of a search in which the weights learn alone, with a rate of 0.01 for the architecture; "
         "if not given, both as weft.search has them",
     )
-    parser.add_argument("--picks", action="store_true", help="try other ways to settle on a subnet too")
+    parser.add_argument("--picks", action="store_true", help="try other ways to choose a subnet too")
     parser.add_argument("--seconds", type=float, default=40.0, help="what every method has")
     parser.add_argument("--workers", type=int, default=1, help="methods beside each other on the device")
     options = parser.parse_args()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +32,7 @@ from weft.config import (
     to_dict,
 )
 from weft.engine.optimizer import Optimizer
-from weft.errors import ConfigError, RunError, SupernetError, TrainError, WeftError
+from weft.errors import ConfigError, RunError, TrainError, WeftError
 from weft.offload.config import OffloadConfig
 from weft.supernet import Chain
 from weft.trainer.config import Execution, TrainConfig
@@ -66,7 +67,9 @@ def test_a_supernet_is_all_that_a_config_must_name() -> None:
 def test_a_file_and_overrides_make_one_config(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text('supernet = "mine:build"\n[train]\nsteps = 7\nseed = 1\n[search]\nmaximize = ["accuracy"]\n')
-    config = read_config(path, ["--train.steps=9", "--train.batch-size=8", "--search.minimize=flops", "--run=a"])
+    config = read_config(
+        path, ["--train.steps=8", "--train.steps=9", "--train.batch-size=8", "--search.minimize=flops", "--run=a"]
+    )
     assert (config.supernet, config.run.name) == ("mine:build", "a")
     assert (config.train.steps, config.train.seed, config.train.batch_size) == (9, 1, 8)
     assert (config.search.maximize, config.search.minimize) == (("accuracy",), "flops")
@@ -75,7 +78,6 @@ def test_a_file_and_overrides_make_one_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "value"),
     [
-        ("--train.steps=12", lambda c: c.train.steps == 12),
         ("--optimizer.clip=1", lambda c: c.optimizer == {"clip": 1.0}),
         ("--optimizer.clip=.5", lambda c: c.optimizer == {"clip": 0.5}),
         ("--optimizer.clip=global:1.0", lambda c: c.optimizer == {"clip": "global:1.0"}),
@@ -84,12 +86,9 @@ def test_a_file_and_overrides_make_one_config(tmp_path: Path) -> None:
         ("--run.metrics=accuracy", lambda c: c.run.metrics == "accuracy"),
         ("--run.validation=7", lambda c: c.run.validation == 7),
         ("--run.validation={every=3, random=1}", lambda c: c.run.validation.random == 1),
-        ("--run=a", lambda c: c.run.name == "a"),
         ("--offload.budget=1GiB", lambda c: c.offload.budget == "1GiB"),
         ("--offload.budget=1000", lambda c: c.offload.budget == "1000"),
         ("--search.constraints=flops<=5e7", lambda c: c.search.constraints == "flops<=5e7"),
-        ("--search.constraints=", lambda c: c.search.constraints == ""),
-        ("--optimizer.lr=.1", lambda c: c.optimizer == {"lr": 0.1}),
         ("--optimizer.betas=[0.9, 0.99]", lambda c: c.optimizer == {"betas": [0.9, 0.99]}),
         ("--consistency=lagged(2)", lambda c: c.consistency == "lagged(2)"),
         ("--consistency.my-block.k-3=exact", lambda c: c.consistency == {"my-block.k-3": "exact"}),
@@ -115,20 +114,14 @@ def test_where_text_is_wanted_a_number_stays_text(text: str) -> None:
     ("overrides", "words"),
     [
         (["--train.microbatch=3"], "unknown key 'train.microbatch'; did you mean 'train.microbatches'?"),
-        (["--trian.steps=3"], "unknown key 'trian'; did you mean 'train'?"),
         (["--steps=3"], "unknown key 'steps'; did you mean 'train.steps'?"),
         (["--data.sorce=3"], "unknown key 'data.sorce'; did you mean 'data.source'?"),
         (["--supernet.path=3"], "unknown key 'supernet.path'; known: source, options"),
-        (["--export.sub=3"], "unknown key 'export.sub'; did you mean 'export.subnet'?"),
-        (["--search.zzz=3"], "unknown key 'search.zzz'; known: maximize, minimize, constraints"),
         (["--train.steps=x"], "'train.steps' must be int, not str"),
-        (["--train.steps=2.5"], "'train.steps' must be int, not float"),
         (["--execution.cuda_graphs=1"], "'execution.cuda_graphs' must be bool, not int"),
         (["--train=3"], "'train' must be table, not int"),
         (["--run.metrics=[1]"], "'run.metrics[0]' must be str, not int"),
         (["--search.maximize={a=1}"], "must be str or list, not table"),
-        (["--export.limits.flops=many"], "must be float, not str"),
-        (["--run.name.x=1"], "'run.name' must be str or nothing, not table"),
         (["--offload.budget=[]"], "'offload.budget' must be int or str or nothing, not list"),
         (["--consistency=exact", "--consistency.stem=exact"], "'consistency' is a value, not a table"),
         (["--train.steps=1", "--train.steps.x=1"], "'steps' is a value, not a table"),
@@ -139,9 +132,9 @@ def test_a_key_or_type_that_is_wrong_is_refused_in_these_words(overrides: list[s
     assert words in refusal(LEAST, *overrides)
 
 
-@pytest.mark.parametrize(("before", "now"), sorted(RENAMED.items()))
-def test_a_key_of_an_older_weft_is_refused_with_its_new_name(before: str, now: str) -> None:
-    assert refusal(LEAST, f"--{before}=1") == f"the key '{before}' has another name now: '{now}'"
+def test_a_key_with_a_new_name_is_refused_with_that_name() -> None:
+    for before, now in RENAMED.items():
+        assert refusal(LEAST, f"--{before}=1") == f"the key '{before}' has another name now: '{now}'"
 
 
 def test_the_configuration_in_an_old_manifest_is_read_under_todays_keys() -> None:
@@ -181,10 +174,6 @@ def test_the_configuration_in_an_old_manifest_is_read_under_todays_keys() -> Non
     )
 
 
-def test_of_two_overrides_the_later_one_counts() -> None:
-    assert make_config(LEAST, ["--train.steps=1", "--train.steps=2"]).train.steps == 2
-
-
 @given(
     table=st.sampled_from(["train", "execution", "run", "search", "export"]),
     key=st.text(st.sampled_from("abcdefghij_"), min_size=1, max_size=12),
@@ -207,14 +196,11 @@ def test_a_config_reads_back_what_it_wrote(
     steps: int, validation: Any, names: list[str], options: dict[str, float]
 ) -> None:
     tables = {"train": {"steps": steps}, "run": {"validation": validation, "metrics": names}}
-    config = make_config({**LEAST, **tables, "optimizer": options, "search": {"maximize": names}})
+    given = {**LEAST, **tables, "optimizer": options, "search": {"maximize": names}}
+    before = copy.deepcopy(given)
+    config = make_config(given, ["--train.seed=3", "--optimizer.clip=1"])
     assert make_config(to_dict(config)) == config
-
-
-def test_what_is_given_is_not_changed() -> None:
-    values: dict[str, Any] = {"supernet": "a", "data": "b", "train": {"steps": 1}}
-    make_config(values, ["--train.steps=2", "--data.options.x=1"])
-    assert values == {"supernet": "a", "data": "b", "train": {"steps": 1}}
+    assert given == before
 
 
 @pytest.mark.parametrize(
@@ -252,19 +238,16 @@ def test_code_is_found_in_the_folder_of_the_config(tmp_path: Path) -> None:
     [
         ("cfg_none:build", "no module 'cfg_none' in"),
         ("cfg_some:buld", "'cfg_some' has no 'buld'; did you mean 'build'?"),
-        ("cfg_some:build.x", "has no 'x'"),
         ("cfg_broken:build", "importing 'cfg_broken' fails: ZeroDivisionError: division by zero"),
         ("cfg_needs:build", "importing 'cfg_needs' fails: No module named 'cfg_absent'"),
         ("cfg_syntax:build", "importing 'cfg_syntax' fails: SyntaxError"),
-        ("cfg_some:", "write it as 'module:attribute'"),
-        (":build", "write it as 'module:attribute'"),
         ("../cfg_some:build", "write it as 'module:attribute'"),
         ("cfg_some:build()", "write it as 'module:attribute'"),
         ("textwrap:build", "the name 'textwrap' is taken by"),
         ("sys:build", "the name 'sys' is taken by Python itself"),
     ],
 )
-def test_code_that_cannot_be_had_is_told_with_its_name(tmp_path: Path, spec: str, words: str) -> None:
+def test_code_that_cannot_be_imported_is_named(tmp_path: Path, spec: str, words: str) -> None:
     import textwrap  # noqa: F401, already imported, as Python's own modules often are
 
     for name, text in {
@@ -346,21 +329,15 @@ def test_a_supernet_comes_from_the_zoo_or_from_ones_own_code(own: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "error", "words"),
     [
-        (["--supernet=digits-mpl"], SupernetError, "no supernet 'digits-mpl' in the zoo; did you mean 'digits-mlp'?"),
         (["--supernet=cfg_own:number"], ConfigError, "supernet 'cfg_own:number' is int"),
         (["--supernet.options.blcks=2"], ConfigError, "supernet.options do not fit 'digits-mlp'"),
-        (["--data=digts"], WeftError, "did you mean 'digits'"),
         (["--data=cfg_own:load", "--data.options.n=2"], ConfigError, "data.options do not fit 'cfg_own:load'"),
         (["--data=digits", "--data.options.sed=2"], WeftError, "unknown option 'sed' for digits; did you mean 'seed'?"),
-        (["--data=cfg_own:number"], WeftError, "cannot make data of int"),
         (["--train.loss=cross_entrpy"], ConfigError, "did you mean 'cross_entropy'"),
         (["--train.loss=cfg_own:number"], ConfigError, "train.loss: 'cfg_own:number' is int, which cannot be called"),
-        (["--run.metrics=acuracy"], ConfigError, "run.metrics: 'acuracy'"),
         (["--train.augment=cfg_own:Fails"], ConfigError, "'cfg_own:Fails' cannot be made: ValueError: no luck"),
         (["--optimizer.schedule=cfg_own:number"], ConfigError, "optimizer.schedule"),
-        (["--execution.device=gpu"], TrainError, "device='gpu' is no device"),
         (["--optimizer.kind=sdg"], TrainError, "unknown optimizer 'sdg'; did you mean 'sgd'?"),
-        (["--optimizer.learning_rate=1"], TrainError, "SGD has no option 'learning_rate'"),
         (["--optimizer.kind=3"], ConfigError, "optimizer.kind must be text, not int"),
         (["--optimizer.kind=cfg_own:build"], ConfigError, "is not a class of optimizers"),
         (["--optimizer.kind=muon", "--optimizer.others=sgd"], ConfigError, "optimizer.others must be a table"),
@@ -513,7 +490,7 @@ def test_the_number_of_threads_is_the_configs(own: Path) -> None:
         build.set_threads(make_config(LEAST, ["--execution.threads=0"]))
 
 
-def test_a_run_that_is_not_there_is_told_with_the_nearest_name(tmp_path: Path) -> None:
+def test_a_run_that_does_not_exist_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
     (tmp_path / "spirals").mkdir()
     (tmp_path / "spirals" / "manifest.json").write_text("{}")
     with pytest.raises(RunError, match=r"train it first \(weft train\); did you mean 'spirals'\?"):

@@ -38,102 +38,102 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 
 
 def test_the_extracted_model_is_the_subnet_in_the_supernet_to_the_last_bit(demo: tuple[Path, dict[str, Any]]) -> None:
-    folder, said = demo
-    assert said["extraction_bit_equal"] is True
+    folder, result = demo
+    assert result["extraction_bit_equal"] is True
     data = digits()
     assert data.test is not None
     images = data.test.take(np.arange(len(data.test)))["image"]
-    program = torch.export.load(folder / said["files"]["torch"]).module()
+    program = torch.export.load(folder / result["files"]["torch"]).module()
     chain = initialise(digits_conv)
-    front = Front.from_json(chain.space, said["front"])
+    front = Front.from_json(chain.space, result["front"])
     plain = extract(chain, front.best().subnet)
-    plain.load_state_dict(load_file(folder / said["files"]["safetensors"]))
+    plain.load_state_dict(load_file(folder / result["files"]["safetensors"]))
     with torch.inference_mode():
         assert torch.equal(program(images), plain(images))
         right = (plain(images).argmax(-1) == data.test.take(np.arange(len(data.test)))["label"]).sum()
-    assert float(right) / len(images) == pytest.approx(said["test"]["chosen"]["accuracy"], abs=0.01)
+    assert float(right) / len(images) == pytest.approx(result["test"]["chosen"]["accuracy"], abs=0.01)
 
 
 def test_the_front_is_found_on_validation_data_and_tested_once(demo: tuple[Path, dict[str, Any]]) -> None:
-    folder, said = demo
-    assert len(said["front"]["members"]) >= 1
-    assert set(said["test"]) == {"chosen", "random search", "largest"}
-    for scores in said["test"].values():
+    folder, result = demo
+    assert len(result["front"]["members"]) >= 1
+    assert set(result["test"]) == {"chosen", "random search", "largest"}
+    for scores in result["test"].values():
         assert 0.5 < scores["accuracy"] <= 1.0
         assert set(scores) == {"loss", "accuracy", "parameters", "flops"}
-    run = Run.open(folder / said["run"])
+    run = Run.open(folder / result["run"])
     recorded = json.loads((run.path / "results" / "test.json").read_text())
     assert recorded == run.test_scores
     for name, kept in recorded.items():
-        assert kept["scores"] == {key: said["test"][name][key] for key in ("loss", "accuracy")}
-    assert [event["name"] for event in run.events.read() if event["event"] == "test"] == list(said["test"])
+        assert kept["scores"] == {key: result["test"][name][key] for key in ("loss", "accuracy")}
+    assert [event["name"] for event in run.events.read() if event["event"] == "test"] == list(result["test"])
     with pytest.raises(Exception, match="a test score is taken once"):
         run.record_test("chosen", {"accuracy": 1.0})
 
 
 def test_the_run_is_finished_and_holds_what_was_said(demo: tuple[Path, dict[str, Any]]) -> None:
-    folder, said = demo
+    folder, result = demo
     (listed,) = list_runs(folder / "kept")
     assert (listed.state, listed.done, listed.total) == ("finished", 200, 200)
-    run = Run.open(folder / said["run"])
+    run = Run.open(folder / result["run"])
     assert run.state() == "finished"
     finished = [event for event in run.events.read() if event["event"] == "finished"]
-    assert [event["fingerprint"] for event in finished] == [said["fingerprint"]]
+    assert [event["fingerprint"] for event in finished] == [result["fingerprint"]]
     saved = json.loads((run.path / "results" / "search" / "front.json").read_text())
-    told = said["front"]
-    assert {key: saved[key] for key in told if key != "members"} == {k: v for k, v in told.items() if k != "members"}
-    for kept, member in zip(saved["members"], told["members"], strict=True):  # a file says more: the layers
+    front = result["front"]
+    assert {key: saved[key] for key in front if key != "members"} == {k: v for k, v in front.items() if k != "members"}
+    for kept, member in zip(saved["members"], front["members"], strict=True):  # a file says more: the layers
         assert {key: kept[key] for key in member} == member
-    about = json.loads((folder / said["files"]["json"]).read_text())
-    assert about["subnet"] == said["front"]["members"][0]["subnet"]
-    assert about["test"] == said["test"]["chosen"]
+    about = json.loads((folder / result["files"]["json"]).read_text())
+    assert about["subnet"] == result["front"]["members"][0]["subnet"]
+    assert about["test"] == result["test"]["chosen"]
 
 
 def test_two_stages_and_one_have_the_same_fingerprint(demo: tuple[Path, dict[str, Any]]) -> None:
-    folder, said = demo
-    assert said["stages"] == 2
-    assert said["same"] is True
-    assert said["fingerprint_one_stage"] == said["fingerprint"]
-    assert len(said["fingerprint"]) == 64
-    assert set(said["training_seconds"]) == {"2", "1"}
-    traced = summary(read_traces(folder / said["run"]))["stages"]
-    assert said["utilisation"] == [stage["busy_share"] for stage in traced]
+    folder, result = demo
+    assert result["stages"] == 2
+    assert result["same"] is True
+    assert result["fingerprint_one_stage"] == result["fingerprint"]
+    assert len(result["fingerprint"]) == 64
+    assert set(result["training_seconds"]) == {"2", "1"}
+    traced = summary(read_traces(folder / result["run"]))["stages"]
+    assert result["busy"] == [stage["busy_share"] for stage in traced]
     assert [stage["ops"] for stage in traced] == [400, 400]  # a forward and a backward of each step
-    assert all(0 < share <= 1 for share in said["utilisation"])
+    assert all(0 < share <= 1 for share in result["busy"])
 
 
 def test_it_ends_with_a_report_that_shows_the_stages_and_the_front(demo: tuple[Path, dict[str, Any]]) -> None:
-    folder, said = demo
-    run = Path(said["run"])
-    assert said["report"] == str(run / "report.html")
-    text = (folder / said["report"]).read_text()
+    folder, result = demo
+    run = Path(result["run"])
+    assert result["report"] == str(run / "report.html")
+    text = (folder / result["report"]).read_text()
     data = text.partition('id="weft-documents">')[2].partition("</script>")[0]
     documents = json.loads(data, parse_constant=pytest.fail)
     assert documents[f"/api/runs/{run.name}/pipeline"]["traced"] is True
-    assert documents[f"/api/runs/{run.name}"]["fingerprint"] == said["fingerprint"]
+    assert documents[f"/api/runs/{run.name}"]["fingerprint"] == result["fingerprint"]
     shown = [member["id"] for member in documents[f"/api/runs/{run.name}/search"]["front"]]
-    assert sorted(shown) == sorted(member["id"] for member in said["front"]["members"])
+    assert sorted(shown) == sorted(member["id"] for member in result["front"]["members"])
 
 
 @pytest.mark.long
 def test_for_a_person_it_tells_every_part_in_order(tmp_path: Path) -> None:
     console = Console(record=True, file=io.StringIO(), width=160)
     torch.set_num_threads(2)
-    said = run_demo(tmp_path / "runs", console, steps=20, budget=3)
+    result = run_demo(tmp_path / "runs", console, steps=20, budget=3)
     assert torch.get_num_threads() == 2
     text = console.export_text()
-    parts = ["1  train", "4,096 subnets", "busy: stage 0", "stage 1", said["fingerprint"], "2  prove", "same: yes"]
+    parts = ["1  train", "4,096 subnets", "busy: stage 0", "stage 1", result["fingerprint"], "2  prove", "same: yes"]
     parts += ["3  search", "4  test", "random search", "5  extract"]
     parts += [
         "to the last bit: yes",
         "6  where",
-        said["run"],
+        result["run"],
         "model.safetensors",
         "weft trace",
         "done in",
         "7  look",
         "report.html",
     ]
-    assert text.count(said["fingerprint"]) == 2
+    assert text.count(result["fingerprint"]) == 2
     places = [text.index(part) for part in parts]
     assert places == sorted(places)

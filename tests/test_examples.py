@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import weft
 
 from weft.runs import list_runs
 
@@ -26,8 +27,8 @@ def run(folder: Path, *arguments: str) -> str:
     one_core = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *arguments], cwd=folder, env=one_core, capture_output=True, text=True)
     # How long stages will wait is foreseen from measured times: that it is warned of is no matter of the example.
-    told = re.sub(r"WARNING +every subnet uses .*?with another\s+result\s*\n", "", done.stderr, flags=re.DOTALL)
-    assert (done.returncode, told) == (0, "")
+    rows = re.sub(r"WARNING +every subnet uses .*?with another\s+result\s*\n", "", done.stderr, flags=re.DOTALL)
+    assert (done.returncode, rows) == (0, "")
     return done.stdout
 
 
@@ -78,25 +79,25 @@ def test_a_run_that_was_stopped_and_resumed_has_the_fingerprint_of_an_undisturbe
 
 def test_consistencies_differ_and_delayed_by_nothing_is_exact(tmp_path: Path) -> None:
     lines = run_example("consistency", tmp_path).splitlines()
-    told = {line[:15].strip(): line[15:].split() for line in lines}
-    assert list(told) == ["exact", "delayed(0)", "delayed(3)", "lagged(4)", "bounded(4, 3)"]
-    assert told["exact"] == told["delayed(0)"]
-    assert len({words[-1] for words in told.values()}) == 4
-    assert all(float(words[1]) < 2.0 for words in told.values())
+    rows = {line[:15].strip(): line[15:].split() for line in lines}
+    assert list(rows) == ["exact", "delayed(0)", "delayed(3)", "lagged(4)", "bounded(4, 3)"]
+    assert rows["exact"] == rows["delayed(0)"]
+    assert len({words[-1] for words in rows.values()}) == 4
+    assert all(float(words[1]) < 2.0 for words in rows.values())
 
 
 def test_a_config_with_ones_own_code_goes_through_every_verb_from_anywhere(tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES / "own_config", tmp_path / "code", ignore=shutil.ignore_patterns("__pycache__"))
 
-    def weft(*arguments: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(run(tmp_path, "-m", "weft.cli", *arguments, "--json"))
+    def verb(*arguments: str) -> dict[str, Any]:
+        found: dict[str, Any] = weft(*arguments, "--json", cwd=tmp_path).json
         return found
 
-    assert weft("train", "code/config.toml", "--train.steps=200")["run"] == "runs/spirals"
-    front = weft("search", "runs/spirals")["front"]
+    assert verb("train", "code/config.toml", "--train.steps=200")["run"] == "runs/spirals"
+    front = verb("search", "runs/spirals")["front"]
     assert front["objectives"] == [{"name": "accuracy", "maximize": True}, {"name": "parameters", "maximize": False}]
     assert all(set(member["scores"]) >= {"accuracy", "confidence", "loss"} for member in front["members"])
-    files = weft("export", "code/config.toml")
+    files = verb("export", "code/config.toml")
     assert sorted(files) == ["json", "safetensors", "torch"]
     assert all((tmp_path / path).is_file() for path in files.values())
 

@@ -58,7 +58,7 @@ def freeze(folder: Path) -> None:
 
 def _long(given: dict[str, Any]) -> dict[str, Any]:
     """Ctrl-C reaches stages a little later: the run is long enough not to be over by then."""
-    return options(**given, steps=200, checkpoint_every=STOP)
+    return options(**given, steps=1000, checkpoint_every=STOP)
 
 
 def _stopped_search(net: Any, data: Any, name: str, folder: Path, **given: Any) -> None:

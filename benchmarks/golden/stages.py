@@ -54,7 +54,7 @@ def stopped(net: Any, data: Any, name: str, folder: Path, **given: Any) -> None:
 def elsewhere(folder: Path) -> dict[str, Any]:
     """Begun on two processes, ended on one."""
     kind, given = RUNS["bounded"]
-    long = options(**given, steps=24)
+    long = options(**given, steps=400)
     stopped(*NETS[kind], "moved", folder, stages=2, **long)
     return shared(train(*NETS[kind], name="moved", folder=folder, resume=True, **long))
 

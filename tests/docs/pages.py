@@ -10,8 +10,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -25,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import typer.main
+from command_line import weft
 
-from weft.cli.app import app, main
+from weft.cli.app import app
 from weft.cli.arguments import joined
 from weft.cli.tune import StudyFile
 from weft.config import convert, make_config
@@ -179,19 +178,13 @@ class Reader:
     def _weft(self, words: list[str]) -> str:
         given = {word.split("=")[0] for word in words}
         more = [*(_SHORT_COMMANDS.get(words[0], []) if self.short else []), *self.options.get(words[0], [])]
-        out, argv, columns = io.StringIO(), sys.argv, os.environ.pop("COLUMNS", None)  # a file has no width
-        sys.argv = ["weft", *words, *(word for word in more if word.split("=")[0] not in given)]
+        columns = os.environ.pop("COLUMNS", None)  # a file has no width
         try:
-            with contextlib.redirect_stdout(out):
-                main()
-            code: Any = 0
-        except SystemExit as end:
-            code = end.code
+            done = weft(*words, *(word for word in more if word.split("=")[0] not in given))
         finally:
-            sys.argv = argv
             os.environ.update({} if columns is None else {"COLUMNS": columns})
-        assert not code, f"weft {' '.join(words)} ended with {code}: {out.getvalue()}"
-        return out.getvalue()
+        assert not done.code, done
+        return done.out
 
     def _served(self, words: list[str]) -> str:
         """What a server on a free port prints; it shows the runs of the folder."""

@@ -48,12 +48,12 @@ def literal(layers: Sequence[Linear], x: Tensor, space: weft.Space, mixture: Mix
     found = []
     for layer in layers:
         weight, bias = torch.zeros_like(layer.weight), torch.zeros(len(layer.weight), dtype=x.dtype)
-        for chance, subnet in weighted_subnets(space, mixture):
+        for prob, subnet in weighted_subnets(space, mixture):
             outputs, inputs = layer.sizes.of(subnet)
             pad = (0, weight.shape[1] - inputs, 0, weight.shape[0] - outputs)
-            weight = weight + chance * F.pad(layer.weight[:outputs, :inputs], pad)
+            weight = weight + prob * F.pad(layer.weight[:outputs, :inputs], pad)
             if layer.bias is not None:
-                bias = bias + chance * F.pad(layer.bias[:outputs], (0, len(bias) - outputs))
+                bias = bias + prob * F.pad(layer.bias[:outputs], (0, len(bias) - outputs))
         found.append(F.linear(x, weight, bias))
     return found
 
@@ -88,7 +88,7 @@ def test_two_layers_of_two_sizes_by_hand() -> None:
     st.sampled_from(SIZES),
     st.integers(1, 3),
     st.booleans(),
-    st.sets(st.sampled_from(["x", "weights", "biases", "chances"]), min_size=1),
+    st.sets(st.sampled_from(["x", "weights", "biases", "probs"]), min_size=1),
     st.integers(0, 99),
 )
 def test_layers_side_by_side_and_their_gradients_are_those_of_the_definition(
@@ -102,7 +102,7 @@ def test_layers_side_by_side_and_their_gradients_are_those_of_the_definition(
             layer.bias.requires_grad_("biases" in wanted)
     rows = {name: random_mixture(space, seed, torch.float64)[name].detach() for name in space.choices}
     for row in rows.values():
-        row.requires_grad_("chances" in wanted)
+        row.requires_grad_("probs" in wanted)
     x = noise(2, 3, layers[0].in_features, seed=seed).double().requires_grad_("x" in wanted)
     mixture = Mixture(space, rows)
     ours, theirs = mixed(layers, x, mixture), torch.cat(literal(layers, x, space, mixture), -1)
@@ -115,8 +115,8 @@ def test_layers_side_by_side_and_their_gradients_are_those_of_the_definition(
     mine = torch.autograd.grad(ours, asked, gradient, materialize_grads=True)
     other = torch.autograd.grad(theirs, asked, gradient, materialize_grads=True)
     for part, one, two in zip(asked, mine, other, strict=True):
-        chance = any(part is row for row in rows.values())
-        near(along(one) if chance else one, along(two) if chance else two, 1e-11)  # type: ignore[arg-type]
+        prob = any(part is row for row in rows.values())
+        near(along(one) if prob else one, along(two) if prob else two, 1e-11)  # type: ignore[arg-type]
 
 
 class Products(TorchDispatchMode):

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.elastic import Conv2d, Mixture, Module, Sequential, Switch, Zero
-from weft.engine.batch_stats import BatchStats
 from weft.errors import SpaceError, SupernetError
 from weft.space import Space
 from weft.supernet import extract
@@ -153,30 +152,6 @@ def test_a_module_of_one_option_that_reads_the_choice_is_told_that_option() -> N
     for prob, op in zip(mixture["op"].unbind(), OPTIONS, strict=True):
         wanted = wanted + prob * modules[op](x, subnet_of(space, op))
     near(switch(x, mixture), wanted, 1e-12)
-
-
-def test_norms_of_modules_that_were_not_chosen_keep_their_statistics() -> None:
-    space = make_space()
-    switch = make_switch(space)
-    statistics = BatchStats("switch", switch, False)
-    before = {name: b.clone() for name, b in switch.named_buffers()}
-    x = draw(3, 4, 5, 5, dtype=torch.float32)
-    statistics.attach()
-    for op in ("conv3", "conv1", "conv1"):
-        switch(x, subnet_of(space, op))
-        statistics.fold(statistics.record(copy=True))
-    statistics.detach()
-    alone: dict[str, Tensor] = {}
-    for label, times in (("conv1", 2), ("conv3", 1)):
-        module = switch.candidates[label]
-        for name, buffer in module.named_buffers():
-            alone[f"candidates.{label}.{name}"] = buffer.clone()
-            buffer.copy_(before[f"candidates.{label}.{name}"])
-        for _ in range(times):
-            module(x)
-    for name, buffer in switch.named_buffers():
-        if buffer.is_floating_point():
-            near(alone[name], buffer, 1e-6, name)
 
 
 @pytest.mark.parametrize(

@@ -188,22 +188,18 @@ def test_recomputing_and_half_precision_take_less() -> None:
     assert of_net(32, dtype="bfloat16").allocated < 0.9 * whole.allocated
 
 
-def test_a_function_says_what_is_recomputed() -> None:
-    seen = []
+def test_the_estimate_is_the_same_however_it_is_asked_and_the_model_stays_as_it_was() -> None:
+    model, seen = Net(), []
+    before = {name: value.clone() for name, value in model.state_dict().items()}
 
     def own(model: nn.Module) -> None:
         seen.append(type(model))
         recompute(model)
 
-    assert of_net(recompute=own).allocated == of_net(recompute=True).allocated
+    found = estimate(model, words(8), loss=loss, recompute=True, dtype=torch.bfloat16)
+    assert found == weft.estimate(model, words(8), loss=loss, recompute=own, dtype="bfloat16")
+    assert found == of_net(8, recompute=True, dtype="bfloat16")  # on the meta device
     assert seen == [Net]
-
-
-def test_it_does_not_matter_where_the_model_is_and_it_stays_as_it_was() -> None:
-    model = Net()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    found = estimate(model, words(8), loss=loss, recompute=True)
-    assert found == of_net(8, recompute=True)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all("forward" not in vars(module) for module in model.modules())
@@ -346,34 +342,38 @@ def test_values_that_the_model_asks_for_are_said_to_be_assumed() -> None:
     assert found.assumptions == ("a value that module '' asks for is taken as 1",)
 
 
+class Nothing(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return str(super().forward(x).shape)
+
+
+class Picky(nn.Linear):
+    """Its shapes depend on data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[x.sum(1) > 0])
+
+
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("model", "options", "word"),
     [
-        ({"optimizer": "adamm"}, "unknown optimizer 'adamm'; did you mean 'adam'?"),
-        ({"dtype": "float8"}, "unknown dtype 'float8'"),
-        ({"device": "h2000"}, "no memory constants for device 'h2000'; did you mean 'h200'?"),
-        ({"options": {"lrr": 1}}, "cannot be had with these options"),
-        ({"accumulate": 0}, "at least 1 micro-batch, not 0"),
+        (Net(), {"optimizer": "adamm"}, "did you mean 'adam'"),
+        (Net(), {"dtype": "float8"}, "'float8'"),
+        (Net(), {"device": "h2000"}, "did you mean 'h200'"),
+        (Net(), {"options": {"lrr": 1}}, "options"),
+        (Net(), {"accumulate": 0}, "at least 1 micro-batch"),
+        (torch.relu, {}, "must be an nn.Module"),
+        (nn.Sequential(nn.LazyLinear(4)), {}, "module '0' has no shape"),
+        (torch.jit.trace(nn.Linear(4, 4), torch.zeros(2, 4)), {}, "scripted"),
+        (Nothing(4, 4), {}, "give a loss"),
+        (Picky(4, 4), {}, "without data"),
+        (Picky(4, 4), {"batch": {"x": 3}}, "no tensor with a first dimension"),
     ],
 )
-def test_what_cannot_be_is_refused_with_a_remedy(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(PlanError, match=said.replace("?", r"\?")):
-        of_net(**options)
-
-
-def test_a_model_whose_shapes_depend_on_data_is_refused_by_name() -> None:
-    class Picky(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.pick = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.pick(x[x.sum(1) > 0])
-
-    with pytest.raises(PlanError, match="cannot be traced without data"):
-        estimate(Picky(), torch.zeros(2, 4))
-    with pytest.raises(PlanError, match="no tensor with a first dimension"):
-        estimate(Picky(), {"x": 3})
+def test_what_cannot_be_estimated_is_refused_in_one_line(model: Any, options: dict[str, Any], word: str) -> None:
+    with pytest.raises(PlanError, match=word) as refused:
+        estimate(**{"model": model, "batch": torch.zeros(2, 4), **options})
+    assert "\n" not in str(refused.value)
 
 
 class Pair(NamedTuple):
@@ -407,30 +407,6 @@ def test_named_tuples_and_dataclasses_are_batches_and_outputs() -> None:
     pair = estimate(Adding(512, 4), Pair(x, x))
     assert pair.parts["batch"] == 2 * x.nbytes
     assert pair.phases == estimate(Adding(512, 4), (x, x)).phases
-
-
-def test_a_dtype_of_torch_is_as_good_as_its_name() -> None:
-    assert of_net(dtype=torch.bfloat16) == of_net(dtype="bfloat16")
-
-
-class Nothing(nn.Linear):
-    def forward(self, x: Tensor) -> Any:
-        return str(super().forward(x).shape)
-
-
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        (torch.relu, "the model is a builtin_function_or_method: it must be an nn.Module"),
-        (nn.Sequential(nn.LazyLinear(4)), "module '0' has no shape before its first batch: call the model"),
-        (torch.jit.trace(nn.Linear(4, 4), torch.zeros(2, 4)), "module '' is scripted and cannot be traced"),
-        (Nothing(4, 4), "the model gives a str in which no tensor is found: give a loss"),
-    ],
-)
-def test_a_model_that_cannot_be_traced_is_refused_in_one_line(model: Any, said: str) -> None:
-    with pytest.raises(PlanError, match=said) as refused:
-        estimate(model, torch.zeros(2, 4))
-    assert "\n" not in str(refused.value)
 
 
 class Keeping(nn.Linear):
@@ -527,10 +503,6 @@ def test_a_curve_goes_through_its_tapes_and_refuses_two_of_a_different_order() -
 )
 def test_partial_sums_are_as_measured_up_to_their_semaphores(rows: int, columns: int, measured: int) -> None:
     assert measured - 4096 <= partial_sums(rows, columns, 4, KERNELS["h200"]) <= measured
-
-
-def test_estimate_is_public() -> None:
-    assert weft.estimate is estimate
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

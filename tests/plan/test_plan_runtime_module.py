@@ -31,7 +31,6 @@ from plan_models import (
     same,
     same_after_a_step,
     same_gradients,
-    sgd,
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -145,19 +144,8 @@ def strategies(name: str, mesh: Mesh, draws: int) -> Iterator[tuple[str, Shardin
         yield f"random {draw}", at_random(name, mesh, draw)
 
 
-def applied(
-    name: str, strategy: ShardingStrategy, mesh: DeviceMesh, weights: nn.Module | None = None
-) -> ParallelModule:
-    return parallelize(freed(name), strategy, mesh=mesh, weights=weights or made(name)[0])
-
-
-def shifted(model: nn.Module, by: float) -> nn.Module:
-    """A copy with other weights."""
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for value in other.parameters():
-            value.add_(by)
-    return other
+def applied(name: str, strategy: ShardingStrategy, mesh: DeviceMesh) -> ParallelModule:
+    return parallelize(freed(name), strategy, mesh=mesh, weights=made(name)[0])
 
 
 KINDS = ["perceptron", "pictures", "text", "odds"]
@@ -420,52 +408,6 @@ def test_what_is_sent_and_kept_is_what_the_strategy_is_known_for(tmp_path: Path)
     on_processes(2, tmp_path, collectives, weights_are_freed_after_the_forward_and_gathered_one_by_one)
 
 
-def test_what_else_a_module_of_one_stage_does(tmp_path: Path) -> None:
-    mesh = Mesh((2, 2))
-    strategy = {name: mixed(name, mesh) for name in ("perceptron", "text", "gpt2")} | {
-        "any": at_random("perceptron", mesh, 0)
-    }
-
-    def weights_go_and_come(devices: DeviceMesh, rank: int) -> None:
-        model, batch = made("gpt2")
-        before = {key: value.clone() for key, value in model.state_dict().items()}
-        other = shifted(model, 1)
-        module = applied("gpt2", strategy["gpt2"], devices, other)
-        assert module.state_dict().keys() == before.keys()
-        assert all(value.equal(other.state_dict()[key]) for key, value in module.full_state_dict().items())
-        forward_backward(module, batch)
-        sgd(module).step()
-        assert all(value.equal(before[key]) for key, value in model.state_dict().items())
-
-    def the_first_process_decides(devices: DeviceMesh, rank: int) -> None:
-        model = made("perceptron")[0]
-        module = applied("perceptron", strategy["any"], devices, shifted(model, rank))
-        assert all(value.equal(model.state_dict()[key]) for key, value in module.full_state_dict().items())
-
-    def refusals(devices: DeviceMesh, rank: int) -> None:
-        x, y = made("text")[1]
-        with pytest.raises(PlanError, match="make one of 1x4"):
-            applied("text", data_parallel("text", Mesh((4,))), devices)
-        module = applied("text", strategy["text"], devices)
-        torch.manual_seed(rank)
-        with pytest.raises(PlanError, match="seed torch alike"):
-            module((x, y))
-        for batch, reason in (
-            ((x[:2], y), r"argument 0 was captured as torch.int64 of shape \(4, 6\)"),
-            ((x,), "called with None"),
-            ((x, y, x), "captured without a tensor as argument 2"),
-        ):
-            with pytest.raises(PlanError, match=reason):
-                module(batch)
-
-    def work(rank: int) -> None:
-        devices = init_device_mesh("cpu", (2, 2))
-        for each in (weights_go_and_come, the_first_process_decides, refusals):
-            each(devices, rank)
-
-    on_processes(4, tmp_path, work)
-
-
 def squared(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (output - batch[0]).square().mean()
 
@@ -487,7 +429,7 @@ def test_a_plan_is_applied_to_a_model_and_trains_it_as_one_device_would(tmp_path
     found = capture(model, batch, loss=squared)
     plan = plan_captured(found, "cpu", devices=2, stages=2, microbatches=4, compare=False)
     whole = plan_captured(found, "cpu", devices=2, stages=1, microbatches=1, mesh=(2,), compare=False)
-    single = copy.deepcopy(model)
+    single, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
     steps = torch.optim.AdamW(single.parameters(), lr=0.01)
     losses, norms = [], []
     for _ in range(4):
@@ -515,10 +457,16 @@ def test_a_plan_is_applied_to_a_model_and_trains_it_as_one_device_would(tmp_path
         assert (module.stage, len(module.ops)) == (rank, 8)
         with pytest.raises(PlanError, match=r"call step\(batch\)"):
             module(batch)
-        with pytest.raises(PlanError, match=r"argument 0 was captured as torch.float32 of shape \(2, 8\)"):
-            module.step((batch[0][:4], batch[1]))
+        for wrong, reason in (
+            ((batch[0][:4], batch[1]), r"argument 0 was captured as torch.float32 of shape \(2, 8\)"),
+            ((batch[0],), "called with None"),
+            ((*batch, batch[0]), "captured without a tensor as argument 2"),
+        ):
+            with pytest.raises(PlanError, match=reason):
+                module.step(wrong)
         trains(module)
         trains(whole.apply(model))
+        assert all(value.equal(before[key]) for key, value in model.state_dict().items())
 
     on_processes(2, tmp_path, work)
 
@@ -533,7 +481,11 @@ def test_what_else_a_module_in_stages_does(tmp_path: Path) -> None:
         return parallelize(captured_part, strategy, stage, StepOptions(4), weights=weights)
 
     def shared_weights_stay_equal(rank: int) -> None:
-        module = text(shifted(wanted.model, rank))
+        other = copy.deepcopy(wanted.model)
+        with torch.no_grad():
+            for value in other.parameters():
+                value.add_(rank)  # the first process has the say
+        module = text(other)
         steps = torch.optim.AdamW(module.parameters(), lr=0.1)
         weight: Any = module.get_parameter("embed.weight")
         every = [torch.empty_like(weight.to_local()) for _ in range(4)]

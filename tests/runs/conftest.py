@@ -18,22 +18,22 @@ import torch
 import weft.runs
 torch.set_num_threads(1)
 
-def say(value):
+def send(value):
     os.write(1, (json.dumps(value) + "\\n").encode())
 
 for line in sys.stdin:
     task = json.loads(line)
     pid = os.fork()
     if pid == 0:
-        say(os.getpid())
+        send(os.getpid())
         try:
-            exec(task["code"], {"say": say, **task["args"]})
+            exec(task["code"], {"send": send, **task["args"]})
         except BaseException as error:
-            say({"error": type(error).__name__, "text": str(error)})
+            send({"error": type(error).__name__, "text": str(error)})
             os._exit(1)
         os._exit(0)
     _, status = os.waitpid(pid, 0)
-    say({"end": os.waitstatus_to_exitcode(status)})
+    send({"end": os.waitstatus_to_exitcode(status)})
 """
 
 
@@ -48,10 +48,10 @@ class ForkServer:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"code": code, "args": args}).encode() + b"\n")
         self.process.stdin.flush()
-        self.pid = self.hear()
+        self.pid = self.receive()
         return self.pid
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         assert self.process.stdout is not None
         return json.loads(self.process.stdout.readline())
 
@@ -59,10 +59,10 @@ class ForkServer:
         os.kill(self.pid, signal.SIGKILL)
 
     def finish(self) -> tuple[list[Any], int]:
-        said = []
-        while not (isinstance(heard := self.hear(), dict) and "end" in heard):
-            said.append(heard)
-        return said, heard["end"]
+        messages = []
+        while not (isinstance(message := self.receive(), dict) and "end" in message):
+            messages.append(message)
+        return messages, message["end"]
 
     def run(self, code: str, **args: Any) -> tuple[list[Any], int]:
         self.start(code, **args)

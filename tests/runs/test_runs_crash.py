@@ -24,7 +24,7 @@ from weft.runs import Checkpoints
 checkpoints = Checkpoints(folder, keep=2)
 for serial in itertools.count(serial + 1):
     checkpoints.save(serial, {f"l{i}.w": torch.full((1000,), float(serial)) for i in range(5)}, {"serial": serial})
-    say(serial)
+    send(serial)
 """
 
 
@@ -43,13 +43,13 @@ def test_a_saver_killed_at_random_moments_always_leaves_what_it_reported(tmp_pat
     serial = reported = 0
     for round_ in range(12):
         forks.start(SAVE_FOREVER, folder=str(tmp_path), serial=serial)
-        first = [forks.hear()] if round_ % 2 else []  # also on a busy machine some rounds get far
+        first = [forks.receive()] if round_ % 2 else []  # also on a busy machine some rounds get far
         time.sleep(draw.uniform(0, 0.06))
         forks.kill()
-        said, status = forks.finish()
+        messages, status = forks.finish()
         assert status == -9
-        if first + said:
-            reported = (first + said)[-1]
+        if first + messages:
+            reported = (first + messages)[-1]
         checkpoints = Checkpoints(tmp_path)
         if not reported:
             continue
@@ -67,7 +67,7 @@ import os, signal, sys, torch
 from weft.runs import Checkpoints, Events
 from weft.utils import files
 count = 0
-pure = "to_json disk_errors _path _entries names layer_of check parse".split()
+pure = "to_json disk_errors path steps _entries _digest _refuse_twice _bytes names layer_of check parse".split()
 pure += "<genexpr> <listcomp> <dictcomp> <setcomp> <lambda>".split()
 def trace(frame, event, arg):
     global count
@@ -92,8 +92,8 @@ def killed_at_every_line(forks: Any, made: Path, work: Path, action: str) -> Any
         line += 1
         shutil.rmtree(work, ignore_errors=True)
         shutil.copytree(made, work)
-        said, status = forks.run(KILLED_AT_LINE, action=action, line=line, work=str(work))
-        assert said == []
+        messages, status = forks.run(KILLED_AT_LINE, action=action, line=line, work=str(work))
+        assert messages == []
         yield status == 0
     assert status == 0
     assert line > 10
@@ -139,7 +139,8 @@ FULL = """
 import resource, torch
 from pathlib import Path
 from weft.errors import RunError
-from weft.runs import Checkpoints, Events, write_atomic
+from weft.runs import Checkpoints, Events
+from weft.utils.files import write_atomic
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 def limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size if size else hard, hard))
@@ -199,7 +200,7 @@ with Run.open(folder).locked() as run:
     if fork and child == 0:
         time.sleep(60)
         os._exit(0)
-    say(child)
+    send(child)
     time.sleep(60)
 """
 
@@ -209,7 +210,7 @@ def test_a_run_is_locked_by_one_process_until_it_dies(tmp_path: Path, forks: Any
     run = Run.create(tmp_path, "r", manifest={})
     assert run.state() == "interrupted"
     pid = forks.start(HOLD, folder=str(run.path), fork=fork)
-    child = forks.hear()
+    child = forks.receive()
     try:
         assert run.state() == "running"
         with pytest.raises(RunError, match=f"in use by process {pid} on"), run.locked():

@@ -30,15 +30,15 @@ def without_time(events: Any) -> list[dict[str, Any]]:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.text(), FIELDS), max_size=8), st.integers(0, 8))
-def test_what_is_appended_is_read_in_order(told: list[tuple[str, dict[str, Any]]], reopen: int) -> None:
+def test_what_is_appended_is_read_in_order(records: list[tuple[str, dict[str, Any]]], reopen: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         events = Events(Path(folder) / "e.jsonl")
-        for number, (name, fields) in enumerate(told):
+        for number, (name, fields) in enumerate(records):
             if number == reopen:
                 events.close()
                 events = Events(Path(folder) / "e.jsonl")
             events.append(name, **fields)
-        assert without_time(events.read()) == [{"event": name, **fields} for name, fields in told]
+        assert without_time(events.read()) == [{"event": name, **fields} for name, fields in records]
         assert events.damaged == 0
         events.close()
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from weft.errors import RunError
-from weft.runs import Run, write_json
+from weft.runs import Run
+from weft.utils.files import write_json
 
 
 def test_a_new_run_states_where_it_comes_from(tmp_path: Path) -> None:

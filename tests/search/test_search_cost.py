@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.errors import SearchError
 from weft.search.cost import flops, flops_by_child, latencies, latency, parameters, peak_memory
 
 
@@ -78,18 +77,6 @@ def test_flops_are_told_apart_by_the_children_that_spend_them() -> None:
     assert sum(found.values()) == flops(module, torch.ones(7, 3))
 
 
-def test_flops_compute_nothing_where_shapes_are_enough() -> None:
-    devices: list[str] = []
-
-    class Watching(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            devices.extend([x.device.type, self.weight.device.type, torch.ones(2).device.type])
-            return super().forward(x)
-
-    assert flops(Watching(3, 5), torch.ones(7, 3)) == 2 * 7 * 3 * 5
-    assert devices == ["meta"] * 3
-
-
 def test_measuring_changes_neither_modes_nor_buffers_nor_weights() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
     module.train()
@@ -100,11 +87,6 @@ def test_measuring_changes_neither_modes_nor_buffers_nor_weights() -> None:
     assert [part.training for part in module] == [True, True, False]
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
     assert all(parameter.device.type == "cpu" for parameter in module.parameters())
-
-
-def test_a_broken_module_raises_its_own_error() -> None:
-    with pytest.raises(RuntimeError):
-        flops(nn.Linear(3, 5), torch.ones(7, 4))
 
 
 def test_peak_memory_by_hand() -> None:
@@ -124,22 +106,6 @@ def test_peak_memory_sees_that_tensors_die_and_that_views_and_in_place_results_t
     assert peak_memory(chain(9, nn.ReLU()), x) == 3 * 4000  # input, and two of the chain at a time
     assert peak_memory(chain(9, nn.ReLU(inplace=True)), x) == 4000
     assert peak_memory(nn.Unflatten(0, (10, 100)), x) == 4000
-
-
-def test_peak_memory_is_not_misled_by_storages_that_take_the_place_of_dead_ones() -> None:
-    class Steps(nn.Module):
-        def __init__(self, *sizes: int) -> None:
-            super().__init__()
-            self.sizes = sizes
-
-        def forward(self, x: Tensor) -> Tensor:
-            for size in self.sizes:
-                x = x[:1].repeat(size)
-            return x
-
-    small, large = [10, 20, 10, 20], [10, 1000, 10, 2000, 10, 3000, 10]
-    assert peak_memory(Steps(*small), torch.ones(1)) == 4 * (1 + 10 + 20)
-    assert peak_memory(Steps(*large), torch.ones(1)) == 4 * (1 + 3000 + 10)
 
 
 def test_peak_memory_counts_weights_once_when_shared() -> None:
@@ -179,6 +145,13 @@ def test_latency_is_a_positive_number_for_each_module_in_turn() -> None:
     assert latency(Named("c"), torch.ones(1), repeats=1) > 0
 
 
-def test_a_latency_without_repeats_is_refused() -> None:
-    with pytest.raises(SearchError, match="repeat"):
-        latency(nn.ReLU(), torch.ones(1), repeats=0)
+def test_flops_compute_nothing_where_shapes_are_enough() -> None:
+    devices: list[str] = []
+
+    class Watching(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            devices.extend([x.device.type, self.weight.device.type, torch.ones(2).device.type])
+            return super().forward(x)
+
+    assert flops(Watching(3, 5), torch.ones(7, 3)) == 2 * 7 * 3 * 5
+    assert devices == ["meta"] * 3

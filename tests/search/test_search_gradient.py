@@ -20,7 +20,6 @@ from weft.data import Data, Tensors, open_data
 from weft.search.gradient import (
     GRADIENT_METHODS,
     GradientMethod,
-    SampledMethod,
     make_gradient_method,
     search_gradient,
 )
@@ -51,17 +50,9 @@ def tokens(rows: int = 8) -> Data:
 
 SPACES: dict[str, tuple[Callable[[], Chain], Callable[[], Data]]] = {
     "toy-cell": (partial(zoo.toy_cell, channels=4, size=8), partial(images, 1, 8)),
-    "toy-cell-shared": (partial(zoo.toy_cell, channels=4, size=8, entangled=False), partial(images, 1, 8)),
-    "conv-macro": (partial(zoo.conv_macro, size=16), partial(images, 3, 16)),
     "nas-bench-201": (partial(zoo.nas_bench_201, cells=1, channels=4), partial(images, 3, 8)),
-    "nas-bench-201-entangled": (
-        partial(zoo.nas_bench_201, cells=1, channels=4, entangled=True),
-        partial(images, 3, 8),
-    ),
     "darts-partial": (partial(zoo.darts, cells=3, channels=8, partial=4), partial(images, 3, 8)),
     "ofa": (partial(zoo.ofa_mobilenet_v3, 10, 0.25, (3, 5), (3, 4), (1, 2)), partial(images, 3, 32)),
-    "macro": (zoo.nas_bench_macro, partial(images, 3, 8)),
-    "macro-entangled": (zoo.nas_bench_macro_entangled, partial(images, 3, 8)),
     "vit": (zoo.vit_test, partial(images, 1, 8)),
     "gpt": (zoo.gpt_test, tokens),
 }
@@ -104,18 +95,7 @@ def test_drnas_draws_from_the_dirichlet_whose_mean_it_gives_without_training() -
     torch.testing.assert_close(drawn.var(0), mean * (1 - mean) / (total + 1), rtol=0.1, atol=0.0)
 
 
-LONG = (
-    "darts-partial",
-    "conv-macro",
-    "toy-cell-shared",
-    "macro-entangled",
-    "ofa",
-    "gpt",
-    "nas-bench-201-entangled",
-    "toy-cell",
-    "macro",
-)
-"""Which take longest, and have the layers of others."""
+LONG = ("darts-partial", "ofa", "gpt", "toy-cell")  # have the layers of others
 
 
 @pytest.mark.parametrize("space", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in SPACES])
@@ -126,6 +106,7 @@ def test_every_method_searches_every_space(tmp_path: Path, space: str) -> None:
             continue
         options: dict[str, Any] = {"batch_size": 4, "steps": 2, "folder": tmp_path, "budget": 2, "bn_batches": 1}
         found = search_gradient(build, data(), method=method, **options)
+        assert (found.mixture is None) == (method in SAMPLED)
         assert found.trained.chain.space.contains(found.subnet)
         assert found.scores["parameters"] == sum(p.numel() for p in found.extract().parameters())
         saved = json.loads((found.trained.run.path / "results" / "search" / "front.json").read_text())
@@ -134,7 +115,7 @@ def test_every_method_searches_every_space(tmp_path: Path, space: str) -> None:
                 assert sum(layer[name] for layer in member["layers"]) == member["scores"][name]
 
 
-@pytest.mark.parametrize("method", ["darts", "drnas", "gdas"])
+@pytest.mark.parametrize("method", ["drnas"])
 def test_the_pick_meets_its_targets_within_two_percent(tmp_path: Path, method: str) -> None:
     low, high = 1_700, 5_000
     for wanted in (2_282, 3_354, 4_426):
@@ -183,16 +164,8 @@ def test_what_was_found_can_be_trained_again_and_searched_further(tmp_path: Path
     assert len(more) >= 1
 
 
-@pytest.mark.parametrize("method", SAMPLED)
-def test_methods_that_train_by_samples_have_no_mixture(tmp_path: Path, method: str) -> None:
-    assert isinstance(make_gradient_method(method), SampledMethod)
-    found = search(tmp_path, method, budget=4)
-    assert found.mixture is None
-    assert set(found.scores) >= {"accuracy", "parameters", "flops"}
-
-
-@pytest.mark.parametrize("method", ["drnas", "gdas", "darts2"])
-def test_the_mixture_is_scored_on_the_way_and_is_no_score_itself(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize("method", ["drnas"])
+def test_the_mixture_is_validated_and_is_no_score_itself(tmp_path: Path, method: str) -> None:
     found = search(tmp_path, method, steps=4, validation=2)
     told = [event for event in found.trained.run.events.read() if event["event"] == "validation"]
     assert [(event["step"], event["pick"]) for event in told] == [(1, "mixture"), (3, "mixture")]
@@ -235,18 +208,16 @@ def test_a_search_on_two_stages_finds_what_one_finds(tmp_path: Path) -> None:
     ("wrong", "said"),
     [
         ({"method": 3}, "method is a name such as 'drnas', or a method itself, not 3"),
-        ({"method": None}, "method is a name"),
         ({"steps": "20"}, "steps='20': a whole number, 1 or more"),
-        ({"steps": 20.0}, "steps=20.0: a whole number"),
         ({"weight_warmup_steps": "5"}, "weight_warmup_steps is a whole number of 0 or more"),
         ({"weight_warmup_steps": 30}, "of 20 steps, 30 of which train the weights alone, none trains the architecture"),
         ({"metrics": "accuracy"}, "metrics are functions by name"),
-        ({"metrics": {"a": "accuracy"}}, "metrics are functions by name"),
         ({"targets": 5000}, "targets are texts such as 'parameters=5e6', not 5000"),
-        ({"targets": None}, "targets are texts"),
         ({"penalties": "parameters"}, "penalties are of weft.search.Penalty"),
         ({"architecture": 0.1}, "architecture is an optimizer"),
         ({"target": "parameters=5"}, "unknown option 'target'; did you mean 'targets'"),
+        ({"recalibrate": 1}, "the option 'recalibrate' is called 'bn_batches' now"),
+        ({"warmup_weights": 1}, "the option 'warmup_weights' is called 'weight_warmup_steps' now"),
         ({"step": 3}, "unknown option 'step'; did you mean 'steps'"),
         ({"method": "sandwich", "microbatches": 2}, "a step of 'sandwich' is 4 micro-batches"),
     ],

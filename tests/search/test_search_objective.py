@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.errors import SearchError, WeftError
+from weft.errors import SearchError
 from weft.search.objectives import (
     Constraint,
     Objective,
@@ -53,32 +53,12 @@ def test_a_constraint_is_read_from_text(text: str, expected: Constraint) -> None
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "flops",
-        "flops<=",
-        "<=5",
-        "flops=5",
-        "flops==5",
-        "flops<=big",
-        "flops<=nan",
-        "flops<=inf",
-        "3<=5",
-        "a<=1<=2",
-        "flops=<5",
-    ],
+    "text", ["", "flops", "flops<=", "<=5", "flops=5", "flops<=big", "flops<=nan", "flops<=inf", "3<=5", "a<=1<=2"]
 )
 def test_nonsense_is_no_constraint_and_the_error_repeats_it_or_its_value(text: str) -> None:
     with pytest.raises(SearchError) as caught:
         Constraint.parse(text)
     assert text in str(caught.value) or "finite" in str(caught.value)
-    assert isinstance(caught.value, WeftError)
-
-
-def test_an_unknown_comparison_is_refused() -> None:
-    with pytest.raises(SearchError, match="'=='"):
-        Constraint("flops", "==", 1.0)
 
 
 @given(st.sampled_from(["<=", ">=", "<", ">"]), st.floats(-1e12, 1e12), st.text("abc_", min_size=1))
@@ -100,17 +80,6 @@ def test_the_violation_is_in_units_of_the_bound_and_an_absent_metric_is_no_viola
     assert Constraint("gap", "<=", 0.0).violation({"gap": 3.0}) == 3.0
     assert Constraint("flops", "<=", 100.0).violation({"flops": math.nan}) == math.inf
     assert Constraint("flops", "<=", 100.0).violation({}) == 0.0
-
-
-def test_domination_by_hand() -> None:
-    good, dear, bad = {"accuracy": 0.9, "flops": 1.0}, {"accuracy": 0.9, "flops": 2.0}, {"accuracy": 0.8, "flops": 3.0}
-    assert dominates(good, dear, GOALS)
-    assert dominates(good, bad, GOALS)
-    assert not dominates(dear, good, GOALS)
-    assert not dominates(good, good, GOALS)
-    assert not dominates({"accuracy": 0.95, "flops": 5.0}, good, GOALS)
-    assert not dominates(good, {"accuracy": math.nan, "flops": 9.0}, GOALS)
-    assert not dominates({"accuracy": math.nan, "flops": 0.0}, bad, GOALS)
 
 
 numbers = st.integers(0, 3).map(float)
@@ -149,9 +118,3 @@ def test_a_missing_metric_is_named_with_the_nearest_one() -> None:
     with pytest.raises(SearchError, match=r"'acuracy'.*did you mean 'accuracy'"):
         require({"accuracy": 1.0, "flops": 2.0}, ["flops", "acuracy"])
     require({"accuracy": 1.0}, ["accuracy"])
-
-
-def test_constraints_come_as_one_or_several_as_text_or_values() -> None:
-    one = Constraint("flops", "<=", 5.0)
-    assert parse_constraints("flops<=5") == parse_constraints(one) == parse_constraints([one]) == (one,)
-    assert parse_constraints(()) == ()

@@ -1,4 +1,4 @@
-"""The pick by what is missed: options are worth what a mixture loses without them."""
+"""The choice by perturbation: each option counts by the loss without it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.errors import SearchError
 from weft.search.cost_model import build_cost_model
 from weft.search.discretize import _without, by_perturbation, most_probable_subnet
 from weft.search.gradient import search_gradient
-from weft.search.gradient.methods import Darts
+from weft.search.gradient.methods import Darts, default_pick, make_gradient_method
 from weft.search.targets import Penalty
 from weft.supernet import initialise
 from weft.trainer.api import TrainedRun
@@ -76,24 +76,24 @@ def as_trained(chain: weft.Chain, data: Data, **options: Any) -> TrainedRun:
     return TrainedRun(run, chain.eval(), data, config, Execution(), resolve(config, chain), chain)
 
 
-def settled(chain: weft.Chain, mixture: Mixture, data: Data) -> weft.Subnet:
+def chosen(chain: weft.Chain, mixture: Mixture, data: Data) -> weft.Subnet:
     return by_perturbation(as_trained(chain, data, steps=8, batch_size=16, loss=off), mixture)
 
 
-def test_an_option_that_is_unlikely_but_cannot_be_done_without_is_kept() -> None:
+def test_an_unlikely_option_whose_removal_raises_the_loss_most_is_kept() -> None:
     chain = initialise(build, 0)
     rows = {f"block{i}": torch.tensor([0.6, 0.1, 0.3]) for i in range(2)}
     mixture = Mixture(chain.space, rows)
     assert most_probable_subnet(mixture) == chain.space.subnet(block0="zero", block1="zero")
-    assert settled(chain, mixture, doubled()) == chain.space.subnet(block0="twice", block1="twice")
+    assert chosen(chain, mixture, doubled()) == chain.space.subnet(block0="twice", block1="twice")
 
 
-def test_what_is_left_when_a_certain_option_is_taken_away_are_the_others_alike() -> None:
+def test_without_a_certain_option_the_others_are_equally_probable() -> None:
     assert _without(torch.tensor([0.5, 0.4, 0.1]), 0).tolist() == pytest.approx([0.0, 0.8, 0.2])
     assert _without(torch.tensor([0.0, 1.0, 0.0]), 1).tolist() == [0.5, 0.0, 0.5]
 
 
-def test_what_breaks_the_network_when_it_is_alone_is_not_kept_however_much_it_is_missed() -> None:
+def test_an_option_that_breaks_the_network_alone_is_not_kept() -> None:
     """Without `off`, of which the mixture has a little, the others are too much; by itself it is nothing."""
     space = weft.Space()
     options = {"once": nn.Identity, "twice": Twice, "off": Zero}
@@ -101,7 +101,7 @@ def test_what_breaks_the_network_when_it_is_alone_is_not_kept_however_much_it_is
     rows = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
     part = Tensors(x=rows, y=0.9 * rows)
     mixture = Mixture(space, {"block": torch.tensor([0.5, 0.2, 0.3])})
-    assert settled(chain, mixture, Data("less", part, part)) == space.subnet(block="once")
+    assert chosen(chain, mixture, Data("less", part, part)) == space.subnet(block="once")
 
 
 def test_sizes_are_the_likeliest(tmp_path: Path) -> None:
@@ -110,14 +110,7 @@ def test_sizes_are_the_likeliest(tmp_path: Path) -> None:
     assert by_perturbation(found.trained, found.mixture) == found.subnet
 
 
-def test_under_a_target_the_likeliest_subnet_that_meets_it_is_picked(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"steps": 8, "batch_size": 32, "folder": tmp_path, "targets": "parameters=650"}
-    found = search_gradient(blocks, weft.data.digits(), method="darts", **given)
-    assert found.pick == "likeliest"
-    assert found.scores["parameters"] == 650  # of the head alone: both blocks are skipped
-
-
-def test_what_costs_is_missed_less() -> None:
+def test_a_penalty_counts_against_an_option_that_costs() -> None:
     digits, chain = weft.data.digits(), initialise(blocks, 0).eval()
     expected = build_cost_model(chain, digits.train.take([0]), "parameters")
     mixture = Mixture.uniform(chain.space)
@@ -126,15 +119,15 @@ def test_what_costs_is_missed_less() -> None:
     assert set(cheap.values.values()) == {"skip"}
 
 
-def test_it_is_the_default_of_darts_and_drnas_and_the_same_on_two_stages_and_after_a_resume(tmp_path: Path) -> None:
+def test_the_default_of_darts_is_the_same_on_two_stages_and_after_a_resume(tmp_path: Path) -> None:
     def run(**more: Any) -> Any:
-        given = {"steps": 8, "batch_size": 32, "microbatches": 2, "folder": tmp_path, "method": "darts", **more}
+        given = {"steps": 4, "batch_size": 32, "microbatches": 2, "folder": tmp_path, "method": "darts", **more}
         return search_gradient(blocks, weft.data.digits(), **given)
 
     one, two = run(run="one"), run(stages=2)
     assert (one.subnet, one.pick) == (two.subnet, "perturbation")
-    assert run(method="drnas").pick == "perturbation"
-    assert run(method="gdas").pick == "likeliest"
+    assert default_pick(make_gradient_method("drnas")) == "perturbation"
+    assert default_pick(make_gradient_method("gdas")) == "likeliest"
     assert one.subnet == by_perturbation(one.trained, one.mixture)
     other = run(run="one", resume=True, pick="likeliest")
     assert (other.pick, other.subnet) == ("likeliest", most_probable_subnet(one.mixture))
@@ -143,9 +136,10 @@ def test_it_is_the_default_of_darts_and_drnas_and_the_same_on_two_stages_and_aft
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
+        ({"pick": "missed"}, "pick 'missed' is called 'perturbation' now"),
         ({"pick": "best"}, "pick is 'likeliest' or 'perturbation', not 'best'"),
         ({"pick": "perturbation", "method": "spos"}, "'spos' learns no mixture to pick from"),
-        ({"pick": "perturbation", "targets": "parameters=650"}, "does not look at what a subnet costs"),
+        ({"pick": "perturbation", "targets": "parameters=650"}, "ignores what a subnet costs"),
         ({"method": Misspelt()}, "pick of 'darts' is 'likeliest' or 'perturbation', not 'mised'"),
     ],
 )

@@ -71,7 +71,7 @@ STUDY = """
 name = "study"
 trials = 4
 maximize = "accuracy"
-workers = 1
+jobs_per_device = 1
 max_concurrent = 2
 [space]
 lr = { low = 1e-3, high = 1e-1, log = true }
@@ -163,22 +163,22 @@ def chromium(require: Callable[[str, bool, str], None]) -> Iterator[Any]:
 
 @pytest.fixture
 def opened(chromium: Any) -> Iterator[Callable[..., Any]]:
-    """Opens pages, `opened(address, **of_the_context)`; in the end none may have told of an error in its console."""
-    contexts, said = [], []
+    """Opens pages, `opened(address, **of_the_context)`; in the end none may have an error in its console."""
+    contexts, messages = [], []
 
     def open_page(address: str, **options: Any) -> Any:
         options = {"viewport": {"width": 1280, "height": 900}, "color_scheme": "light", **options}
         contexts.append(chromium.new_context(**options))
         page = contexts[-1].new_page()
         page.set_default_timeout(10_000)
-        page.on("console", lambda own: said.append(own.text) if own.type in ("error", "warning") else None)
-        page.on("pageerror", lambda problem: said.append(str(problem)))
+        page.on("console", lambda own: messages.append(own.text) if own.type in ("error", "warning") else None)
+        page.on("pageerror", lambda problem: messages.append(str(problem)))
         page.goto(address)
         page.wait_for_selector("main[data-view]")
         return page
 
-    open_page.said = said  # type: ignore[attr-defined]
+    open_page.messages = messages  # type: ignore[attr-defined]
     yield open_page
     for context in contexts:
         context.close()
-    assert said == []
+    assert messages == []

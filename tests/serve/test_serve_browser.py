@@ -19,8 +19,8 @@ from torch import nn
 from weft.plan.capture import capture
 from weft.plan.planner import plan_captured
 from weft.runs import Run
-from weft.serve.report import html, write_plan, write_report
-from weft.serve.views.plan import shown
+from weft.serve.report import write_plan, write_report
+from weft.serve.views.plan import plan_document
 
 Open = Callable[..., Any]
 Serving = Callable[..., AbstractContextManager[str]]
@@ -95,7 +95,7 @@ def test_the_theme_that_a_person_chose_stays(opened: Open, site: str) -> None:
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
 
 
-def told(run: Run, kind: str, **more: Any) -> None:
+def write_event(run: Run, kind: str, **more: Any) -> None:
     """Append an event, at once."""
     with (run.path / "events.jsonl").open("a") as file:
         file.write(json.dumps({"event": kind, "time": time.time(), **more}) + "\n")
@@ -104,9 +104,9 @@ def told(run: Run, kind: str, **more: Any) -> None:
 def test_new_steps_appear_and_the_zoom_stays(opened: Open, site: str, runs: Path) -> None:
     run = Run.create(runs, "going", manifest={"config": {"train": {"steps": 100}}})
     with run.locked():
-        told(run, "started", at=0, steps=100)
+        write_event(run, "started", at=0, steps=100)
         for step in range(10):
-            told(run, "step", step=step, loss=3.0 - step / 10)
+            write_event(run, "step", step=step, loss=3.0 - step / 10)
         page = opened(f"{site}#/run/going/curves")
         wait_for_charts(page, ["loss"])
         page.wait_for_selector("#live[data-state=live]")
@@ -114,22 +114,22 @@ def test_new_steps_appear_and_the_zoom_stays(opened: Open, site: str, runs: Path
         assert page.locator(".badge.running").count() == 1
         page.evaluate(f"{CHARTS}[0].instance.dispatchAction({{type: 'dataZoom', startValue: 2, endValue: 5}})")
         for step in range(10, 30):
-            told(run, "step", step=step, loss=2.0)
+            write_event(run, "step", step=step, loss=2.0)
         until(page, "document.querySelector('.facts').textContent.includes('30 / 100')")
         points = f"{CHARTS}[0].instance.getOption().series.find((own) => own.id === 'loss').data.length"
         until(page, f"{points} === 30")
         assert zoom(page, "loss") == (2, 5)
-        told(run, "finished", steps=30, fingerprint="f" * 64)
+        write_event(run, "finished", steps=30, fingerprint="f" * 64)
     page.wait_for_selector(".badge.finished")
     shutil.rmtree(run.path)
     until(page, "document.querySelector('main').textContent.includes('Nothing here')")
-    opened.said[:] = [text for text in opened.said if "404" not in text]  # type: ignore[attr-defined]  # the browser's
+    opened.messages[:] = [text for text in opened.messages if "404" not in text]  # type: ignore[attr-defined]  # the browser's
 
 
 def test_a_hidden_page_asks_for_nothing_until_it_is_seen_again(opened: Open, site: str, runs: Path) -> None:
     run = Run.create(runs, "hidden", manifest={"config": {"train": {"steps": 9}}})
-    told(run, "started", at=0, steps=9)
-    told(run, "step", step=0, loss=3.0)
+    write_event(run, "started", at=0, steps=9)
+    write_event(run, "step", step=0, loss=3.0)
     page = opened(f"{site}#/run/hidden/curves")
     wait_for_charts(page, ["loss"])
     hide = "Object.defineProperty(document, 'hidden', {get: () => %s, configurable: true});"
@@ -138,7 +138,7 @@ def test_a_hidden_page_asks_for_nothing_until_it_is_seen_again(opened: Open, sit
     page.evaluate((hide % "true") + tell)
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
-    told(run, "step", step=1, loss=2.0)
+    write_event(run, "step", step=1, loss=2.0)
     page.wait_for_timeout(1200)
     assert asked == []
     page.evaluate((hide % "false") + tell)
@@ -155,7 +155,7 @@ def test_the_dot_says_when_the_server_is_gone_and_back(opened: Open, serving: Se
     page.wait_for_selector("#live[data-state=reconnecting]")
     with serving(tmp_path, int(address.rstrip("/").rsplit(":", 1)[1])):
         page.wait_for_selector("#live[data-state=live]")
-    opened.said.clear()  # type: ignore[attr-defined]  # a browser tells of every connection that failed
+    opened.messages.clear()  # type: ignore[attr-defined]  # a browser tells of every connection that failed
 
 
 def test_a_click_on_the_front_opens_its_architecture_and_escape_closes_it(opened: Open, site: str, runs: Path) -> None:
@@ -261,7 +261,7 @@ def test_keys_move_through_the_schedule_and_all_charts_of_time_follow(opened: Op
     assert zoom(page, "Schedule") == pytest.approx(whole)
 
 
-def test_an_operation_tells_what_it_is_when_pointed_at(opened: Open, site: str) -> None:
+def test_an_operation_is_described_when_pointed_at(opened: Open, site: str) -> None:
     page = opened(f"{site}#/run/net/pipeline")
     wait_for_charts(page, ["Schedule"])
     x, y, span = page.evaluate(
@@ -276,10 +276,10 @@ def test_an_operation_tells_what_it_is_when_pointed_at(opened: Open, site: str) 
     box = page.locator(".chart[aria-label^='Schedule']").bounding_box()
     page.mouse.move(box["x"] + x, box["y"] + y)
     page.wait_for_selector(".tip strong")
-    told = page.locator(".tip").inner_text()
-    assert told.startswith(f"{stage}{kind}{microbatch}")
-    assert str(subnet) in told
-    assert re.search(rf"step\s+{step}\b", told)
+    tip = page.locator(".tip").inner_text()
+    assert tip.startswith(f"{stage}{kind}{microbatch}")
+    assert str(subnet) in tip
+    assert re.search(rf"step\s+{step}\b", tip)
     page.locator(".figure[aria-label=Schedule]").get_by_role("button", name="Table").click()
     assert "0F0" in page.locator("[aria-label='operations in the window'] tbody th").all_inner_texts()
 
@@ -314,7 +314,7 @@ def test_zooming_in_brings_the_operations_of_a_long_run(
         page.close()
 
 
-def test_marking_a_part_of_an_axis_filters_the_trials(opened: Open, site: str) -> None:
+def test_selecting_a_part_of_an_axis_filters_the_trials(opened: Open, site: str) -> None:
     page = opened(f"{site}#/run/study/tune")
     wait_for_charts(page, ["Trials"])
     rows = page.locator("[aria-label=trials] tbody tr")
@@ -325,7 +325,7 @@ def test_marking_a_part_of_an_axis_filters_the_trials(opened: Open, site: str) -
     page.mouse.move(box["x"] + 44, box["y"] + 150, steps=4)
     page.mouse.move(box["x"] + 44, box["y"] + 180, steps=2)
     page.mouse.up()
-    page.wait_for_selector("text=are marked above")
+    page.wait_for_selector("text=are selected above")
     rates = [float(text) for text in page.locator("[aria-label=trials] tbody tr td:nth-child(4)").all_inner_texts()]
     assert len(rates) < 4
     assert all(rate > 1e-2 for rate in rates)
@@ -380,7 +380,7 @@ def test_a_plan_is_drawn_whole_and_no_box_lies_on_another(opened: Open, tmp_path
     plan = plan_captured(captured, "a100", devices=8, stages=2, microbatches=2, compare=False)
     plan = replace(plan, model=evil, graph=replace(plan.graph, name=evil))
     file = write_plan(plan, tmp_path / "plan.html")
-    found = shown(plan.to_saved(), "plan")["graph"]
+    found = plan_document(plan.to_saved(), "plan")["graph"]
     page = opened(file.as_uri())
     assert page.locator("h1").inner_text() == f"{evil} on 8 x A100"
     assert page.locator("h1 img").count() == 0
@@ -440,12 +440,6 @@ def test_names_from_runs_are_text_and_never_markup(opened: Open, serving: Servin
         assert page.locator("main img, #panel img").count() == 0
         assert page.evaluate("window.hacked === undefined")
         page.close()  # before the server it talks to
-
-
-def test_where_there_are_no_runs_the_page_says_what_to_do(opened: Open, tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text(html({"/api/runs": {"root": "runs", "runs": [], "plans": []}}))
-    page = opened((tmp_path / "page.html").as_uri())
-    assert "make demo" in page.locator(".empty").inner_text()
 
 
 def test_without_a_trace_the_pipeline_says_how_to_get_one(

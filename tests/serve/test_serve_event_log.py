@@ -36,20 +36,6 @@ def append(file: Path, *lines: bytes) -> None:
         out.writelines(lines)
 
 
-def test_what_is_added_is_read_and_what_was_read_is_not_read_again(file: Path) -> None:
-    follower = FollowedFile(file, RunProgress)
-    assert follower.query(figures) == (0, 0, 0)  # there is no file yet
-    append(file, step(0), step(1))
-    assert follower.query(figures) == (2, 2, 0)
-    assert follower.query(figures) == (2, 2, 0)
-    append(file, step(2))
-    assert follower.query(figures) == (3, 3, 0)
-    assert follower.query(lambda own: own.curves["train", "loss"].to_json()) == {
-        "x": [0, 1, 2],
-        "y": [0.0, 1.0, 2.0],
-    }
-
-
 def test_a_line_that_a_killed_writer_tore_is_counted_once_the_next_writer_comes(file: Path) -> None:
     append(file, step(0), step(1)[:-9])
     follower = FollowedFile(file, RunProgress)
@@ -84,6 +70,7 @@ def test_events_that_weft_would_not_write_change_nothing(file: Path) -> None:
 
 def test_a_line_longer_than_any_event_is_skipped_and_the_next_one_read(file: Path) -> None:
     follower = FollowedFile(file, RunProgress)
+    assert follower.query(figures) == (0, 0, 0)  # there is no file yet
     append(file, step(0), b'{"event": "' + b"x" * (3 << 20))
     assert follower.query(figures) == (1, 1, 0)
     append(file, b'more"}\n', step(1))
@@ -136,8 +123,8 @@ def test_however_the_file_grows_the_end_is_the_same(lines: list[int | bytes], da
         steps = [line for line in lines if isinstance(line, int)]
         wrong = sum(line in (b"{]", b"[]") for line in lines)
         assert follower.query(figures) == (len(steps), max(steps, default=-1) + 1, wrong)
-        grown = follower.query(lambda reduced: {key: curve.to_json() for key, curve in reduced.curves.items()})
-        assert grown == FollowedFile(file, RunProgress).query(
+        followed = follower.query(lambda reduced: {key: curve.to_json() for key, curve in reduced.curves.items()})
+        assert followed == FollowedFile(file, RunProgress).query(
             lambda reduced: {key: c.to_json() for key, c in reduced.curves.items()}
         )
 
@@ -169,7 +156,7 @@ def test_an_event_file_with_countless_names_keeps_a_few(file: Path) -> None:
     assert FollowedFile(file, RunProgress).query(lambda reduced: len(reduced.newest)) <= SERIES
 
 
-def test_seconds_are_those_of_training_and_not_of_the_night_between() -> None:
+def test_seconds_are_those_of_training_and_not_between_two_sessions() -> None:
     reduced = RunProgress()
     for event in (
         {"event": "started", "time": 1000.0, "at": 0, "steps": 4},
@@ -210,12 +197,12 @@ def test_a_study_counts_its_trials_and_keeps_the_best() -> None:
     assert reduced.seconds_left() == pytest.approx(2.0)
 
 
-def test_a_fold_reads_each_file_once_and_keeps_them_apart(tmp_path: Path) -> None:
-    fold, one, other = SummaryCache(RunProgress), tmp_path / "one", tmp_path / "other"
+def test_a_cache_reads_each_file_once_and_keeps_them_apart(tmp_path: Path) -> None:
+    cache, one, other = SummaryCache(RunProgress), tmp_path / "one", tmp_path / "other"
     append(one, step(0), step(1))
     append(other, step(0))
-    kept = fold.query(one, lambda reduced: reduced)
-    assert fold.query(other, figures) == (1, 1, 0)
+    kept = cache.query(one, lambda reduced: reduced)
+    assert cache.query(other, figures) == (1, 1, 0)
     append(one, step(2))
-    assert fold.query(one, figures) == (3, 3, 0)
-    assert fold.query(one, lambda reduced: reduced) is kept
+    assert cache.query(one, figures) == (3, 3, 0)
+    assert cache.query(one, lambda reduced: reduced) is kept

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from weft.runs import Run
-from weft.serve.library import Absent, Library
-from weft.serve.overview import LARGE, flattened
+from weft.serve.library import Library, NotFound
+from weft.serve.overview import LARGE, flatten
 
 CONFIG = {"data": "digits", "train": {"steps": 4, "stages": 2, "metrics": ["accuracy"]}, "limits": {}}
 
@@ -43,7 +43,7 @@ def read(library: Library, *address: str, **query: str) -> Any:
     return json.loads(library.get(address, query).body, parse_constant=pytest.fail)
 
 
-def test_a_finished_run_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_finished_run_has_one_line(tmp_path: Path) -> None:
     made(tmp_path, "conv", fingerprint="ab" * 32, steps=4)
     line = listed(tmp_path)["conv"]
     assert line.pop("created").endswith("Z")
@@ -55,7 +55,7 @@ def test_a_finished_run_is_told_in_one_line(tmp_path: Path) -> None:
         "device": "cpu",
         "done": 2,
         "steps": 4,
-        "left_s": None,
+        "seconds_left": None,
         "loss": 2.5,
         "metrics": {"accuracy": 0.125},
         "fingerprint": "ab" * 32,
@@ -69,6 +69,7 @@ def test_a_finished_run_is_told_in_one_line(tmp_path: Path) -> None:
 
 
 def test_runs_with_the_same_fingerprint_name_each_other(tmp_path: Path) -> None:
+    assert listed(tmp_path / "nowhere") == {}
     for name, fingerprint in (("a", "11"), ("b", "22"), ("c", "11"), ("d", None)):
         made(tmp_path, name, end="finished", fingerprint=fingerprint)
     made(tmp_path, "e", end="stopped")
@@ -77,13 +78,7 @@ def test_runs_with_the_same_fingerprint_name_each_other(tmp_path: Path) -> None:
     assert read(Library.under(tmp_path), "runs", "a")["same"] == ["c"]
 
 
-def test_a_failed_run_says_why(tmp_path: Path) -> None:
-    made(tmp_path, "conv", (float("nan"),), "failed", reason="<b>loss</b> is nan")
-    line = listed(tmp_path)["conv"]
-    assert (line["state"], line["reason"], line["loss"]) == ("failed", "<b>loss</b> is nan", None)
-
-
-def test_the_kinds_of_runs_are_told_apart(tmp_path: Path) -> None:
+def test_the_kinds_of_runs_and_the_reason_of_a_failure_are_known(tmp_path: Path) -> None:
     Run.create(tmp_path, "study", manifest={"kind": "study", "study": {"objectives": {"accuracy": "maximize"}}})
     Run.create(tmp_path, "drnas", manifest={"law": {"bilevel": {"order": 1}}})
     Run.create(tmp_path, "plain", manifest={})
@@ -92,9 +87,12 @@ def test_the_kinds_of_runs_are_told_apart(tmp_path: Path) -> None:
         "drnas": "gradient",
         "plain": "train",
     }
+    made(tmp_path, "conv", (float("nan"),), "failed", reason="<b>loss</b> is nan")
+    line = listed(tmp_path)["conv"]
+    assert (line["state"], line["reason"], line["loss"]) == ("failed", "<b>loss</b> is nan", None)
 
 
-def test_a_study_is_told_by_its_trials_and_its_best_value(tmp_path: Path) -> None:
+def test_a_study_has_its_trials_and_its_best_value(tmp_path: Path) -> None:
     aims = {"accuracy": "maximize", "loss": "minimize"}
     run = Run.create(tmp_path, "study", manifest={"kind": "study", "study": {"objectives": aims}})
     run.events.append("started", trials=[], at=0, steps=3)
@@ -125,12 +123,12 @@ def test_a_run_runs_while_its_process_lives_and_is_interrupted_when_that_is_kill
         try:
             line = read(library, "runs", "conv")
             assert line["state"] == "running"
-            assert line["left_s"] >= 0
+            assert line["seconds_left"] >= 0
         finally:
             holder.kill()
             holder.wait()
     again = read(library, "runs", "conv")
-    assert (again["state"], again["left_s"], again["revision"]) == ("interrupted", None, line["revision"] + 1)
+    assert (again["state"], again["seconds_left"], again["revision"]) == ("interrupted", None, line["revision"] + 1)
 
 
 def test_one_damaged_run_does_not_hide_the_others(tmp_path: Path) -> None:
@@ -171,9 +169,9 @@ def test_a_name_is_looked_up_and_never_made_into_a_path(tmp_path: Path) -> None:
     library = Library.under(root)
     for name in ("..", ".", "", "../secret", "..%2fsecret", str(tmp_path / "secret"), "conv/", "conv\0", "Conv"):
         for address in (("runs", name), ("runs", name, "curves"), ("plans", name)):
-            with pytest.raises(Absent, match="there is no"):
+            with pytest.raises(NotFound, match="there is no"):
                 library.get(address)
-    with pytest.raises(Absent, match="there is no view 'curve'; did you mean 'curves'"):
+    with pytest.raises(NotFound, match="there is no view 'curve'; did you mean 'curves'"):
         library.get(("runs", "conv", "curve"))
 
 
@@ -224,7 +222,7 @@ def test_the_configuration_has_flat_names(tmp_path: Path) -> None:
     assert found["manifest"]["law"] == {"seed": 0}
     Run.create(tmp_path, "plain", manifest={"law": {"seed": 3, "stream": {"spacing": 2}}})
     assert read(Library.under(tmp_path), "runs", "plain")["config"] == {"seed": 3, "stream.spacing": 2}
-    assert flattened({}) == {}
+    assert flatten({}) == {}
 
 
 def test_of_a_long_event_file_the_list_reads_both_ends(tmp_path: Path) -> None:
@@ -261,11 +259,3 @@ def test_a_document_is_made_once_until_a_file_changes(tmp_path: Path) -> None:
         os.close(handle)
         states = {line["name"]: line["state"] for line in read(library, "runs")["runs"]}
     assert states == {"conv": "interrupted", "other": "running"}
-
-
-def test_no_directory_is_an_empty_list(tmp_path: Path) -> None:
-    assert read(Library.under(tmp_path / "nowhere"), "runs") == {
-        "root": str(tmp_path / "nowhere"),
-        "runs": [],
-        "plans": [],
-    }

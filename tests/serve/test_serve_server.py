@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -94,43 +95,39 @@ def test_what_is_known_is_not_sent_again_until_it_changes(client: httpx.Client, 
     assert (fresh.status_code, fresh.json()["points"]) == (200, 4)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/api/runs/none",
-        "/api/runs/..",
-        "/api/runs/%2e%2e",
-        "/api/runs/..%2fsecret",
-        "/api/runs/..%2fsecret/curves",
-        "/api/runs/%00/curves",
-        "/api/runs/conv/none",
-        "/api/runs/conv/curves/more",
-        "/api/plans/..%2f..%2fsecret",
-        "/api/plans/none",
-        "/api/none",
-        "/api/",
-        "/none.js",
-        "/../app.py",
-        "/%2e%2e/app.py",
-        "/..%2fapp.py",
-        "//etc/passwd",
-        "/docs",
-        "/openapi.json",
-    ],
-)
-def test_what_is_not_there_is_one_line_of_json(client: httpx.Client, root: Path, path: str) -> None:
-    made(root.parent, "secret")
-    # A client of one's own may send a path that httpx would tidy up.
-    import http.client
+ABSENT = [
+    "/api/runs/none",
+    "/api/runs/..",
+    "/api/runs/%2e%2e",
+    "/api/runs/..%2fsecret",
+    "/api/runs/..%2fsecret/curves",
+    "/api/runs/%00/curves",
+    "/api/runs/conv/none",
+    "/api/runs/conv/curves/more",
+    "/api/plans/..%2f..%2fsecret",
+    "/api/plans/none",
+    "/api/none",
+    "/api/",
+    "/none.js",
+    "/../app.py",
+    "/%2e%2e/app.py",
+    "/..%2fapp.py",
+    "//etc/passwd",
+    "/docs",
+    "/openapi.json",
+]
 
-    connection = http.client.HTTPConnection("127.0.0.1", client.base_url.port, timeout=20)
-    connection.request("GET", path)
-    answer = connection.getresponse()
-    body = json.loads(answer.read())
-    connection.close()
-    assert answer.status == 404
-    assert list(body) == ["error"]
-    assert "\n" not in body["error"]
+
+def test_what_is_not_there_is_one_line_of_json(client: httpx.Client, root: Path) -> None:
+    made(root.parent, "secret")
+    for path in ABSENT:  # by a client that does not tidy up paths, as httpx does
+        connection = http.client.HTTPConnection("127.0.0.1", client.base_url.port, timeout=20)
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        body = json.loads(answer.read())
+        connection.close()
+        assert (answer.status, list(body)) == (404, ["error"]), path
+        assert "\n" not in body["error"]
 
 
 def test_a_view_that_cannot_be_made_says_why(client: httpx.Client, root: Path) -> None:
@@ -144,29 +141,23 @@ def test_a_view_that_cannot_be_made_says_why(client: httpx.Client, root: Path) -
     assert lines == {"bad": "damaged", "conv": "interrupted"}
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
-def test_nothing_can_be_changed(client: httpx.Client, method: str) -> None:
-    assert client.request(method, "/api/runs/conv").status_code == 405
-
-
-def test_a_head_is_a_get_without_its_body(client: httpx.Client) -> None:
+def test_nothing_can_be_changed_and_a_head_is_a_get_without_its_body(client: httpx.Client) -> None:
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+        assert client.request(method, "/api/runs/conv").status_code == 405
     head, get = client.head("/api/runs/conv"), client.get("/api/runs/conv")
     assert (head.status_code, head.content, head.headers["etag"]) == (200, b"", get.headers["etag"])
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "evil.example:80", "", "10.0.0.1", "[::2]"])
-def test_a_name_that_was_made_to_lead_here_gets_nothing(client: httpx.Client, host: str) -> None:
-    answer = client.get("/api/runs", headers={"Host": host})
-    assert answer.status_code == 421
-    assert "runs" not in answer.json()
+def test_only_requests_to_a_name_of_this_machine_are_answered(client: httpx.Client) -> None:
+    for host in ("evil.example", "127.0.0.1.evil.example", "evil.example:80", "", "10.0.0.1", "[::2]"):
+        answer = client.get("/api/runs", headers={"Host": host})
+        assert answer.status_code == 400
+        assert "conv" not in answer.text
+    for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8765", "[::1]:8765", "weft.localhost"):
+        assert client.get("/api/runs", headers={"Host": host}).status_code == 200
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:8765", "[::1]:8765", "weft.localhost"])
-def test_names_of_this_machine_are_answered(client: httpx.Client, host: str) -> None:
-    assert client.get("/api/runs", headers={"Host": host}).status_code == 200
-
-
-def test_the_browser_is_told_to_load_nothing_from_elsewhere(client: httpx.Client) -> None:
+def test_the_browser_may_load_nothing_from_elsewhere(client: httpx.Client) -> None:
     for address in ("/", "/api/runs", "/none", "/api/runs/none"):
         headers = client.get(address).headers
         assert "default-src 'self'" in headers["content-security-policy"]
@@ -201,9 +192,9 @@ def test_a_token_in_the_address_is_given_once_and_then_kept_in_a_cookie(root: Pa
     with served(root, "a-long-token", "0.0.0.0") as client:
         first = client.get("/", params={"token": "a-long-token", "a": "b"})
         assert (first.status_code, first.headers["location"]) == (303, "/?a=b")
-        said = first.headers["set-cookie"]
-        assert "HttpOnly" in said
-        assert "SameSite=Strict" in said
+        cookie = first.headers["set-cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=Strict" in cookie
         assert client.get("/").status_code == 200
         assert client.get("/api/runs").status_code == 200
         client.cookies.clear()
@@ -213,15 +204,15 @@ def test_a_token_in_the_address_is_given_once_and_then_kept_in_a_cookie(root: Pa
 def test_a_change_is_told_to_who_listens(client: httpx.Client, root: Path) -> None:
     with client.stream("GET", "/api/stream") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
-        told = events(answer.iter_lines())
-        assert [next(told)[1], next(told)[1]] == [{"runs": True}, {"run": "conv", "revision": 1}]
+        changes = events(answer.iter_lines())
+        assert [next(changes)[1], next(changes)[1]] == [{"runs": True}, {"run": "conv", "revision": 1}]
         run = Run.open(root / "conv")
         run.events.append("step", step=3, loss=0.5)
         run.events.close()
-        at, change = next(told)
+        at, change = next(changes)
         assert change == {"run": "conv", "revision": 2}
         made(root, "second")
-        news = [next(told), next(told)]
+        news = [next(changes), next(changes)]
         assert news[0][1] == {"runs": True}
         assert news[1][1]["run"] == "second"
         assert news[0][0] == at + 1
@@ -250,27 +241,22 @@ def test_a_run_is_followed_until_it_is_killed(client: httpx.Client, root: Path) 
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(root / "conv")])
     try:
         with client.stream("GET", "/api/stream") as answer:
-            told = events(answer.iter_lines())
+            changes = events(answer.iter_lines())
             while True:
-                next(told)
+                next(changes)
                 now = client.get("/api/runs/conv").json()
                 if now["state"] == "running" and now["done"] > 6:
                     break
             os.kill(writer.pid, signal.SIGKILL)
             writer.wait()
             while client.get("/api/runs/conv").json()["state"] == "running":
-                next(told)
+                next(changes)
         end = client.get("/api/runs/conv").json()
-        assert (end["state"], end["damaged"], end["left_s"]) == ("interrupted", 0, None)
+        assert (end["state"], end["damaged"], end["seconds_left"]) == ("interrupted", 0, None)
         assert client.get("/api/runs/conv/curves").json()["points"] == end["done"]
     finally:
         writer.kill()
         writer.wait()
-
-
-def test_streams_do_not_keep_a_server_that_ends(root: Path) -> None:
-    with served(root) as client, client.stream("GET", "/api/stream") as answer:
-        assert next(events(answer.iter_lines()))[1] == {"runs": True}  # `served` fails if the server then stays
 
 
 def test_changes_are_numbered_without_gaps_and_old_ones_forgotten(root: Path) -> None:

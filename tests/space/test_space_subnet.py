@@ -112,15 +112,15 @@ for kind in ("iid", "fair", "spaced"):
 
 
 def test_ids_are_the_same_in_a_process_that_hashes_otherwise():
-    told = set()
+    outputs = set()
     for seed in ("0", "1", "77"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         done = subprocess.run(
             [sys.executable, "-c", PRINT_IDS], env=environment, capture_output=True, text=True, check=True
         )
-        told.add(done.stdout)
-    assert len(told) == 1
-    words = told.pop().split()
+        outputs.add(done.stdout)
+    assert len(outputs) == 1
+    words = outputs.pop().split()
     assert len(set(words)) == 5
     assert all(len(word) == 16 and int(word, 16) >= 0 for word in words)
 

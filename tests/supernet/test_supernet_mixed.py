@@ -165,13 +165,13 @@ def test_chains_of_elastic_layers_keep_the_law(make: Callable[[], Chain]) -> Non
     assert chain.training == before
 
 
-def test_under_nested_conditions_every_certain_mixture_is_its_subnet_and_chances_multiply() -> None:
+def test_under_nested_conditions_every_certain_mixture_is_its_subnet_and_probabilities_multiply() -> None:
     chain, x = weft.initialise(nested, 0), torch.randn(3, 6)
     for subnet in chain.space.enumerate():
         torch.testing.assert_close(chain(x, Mixture.one_hot(subnet, chain.space)), chain(x, subnet))
     condition = chain.blocks[1].condition
-    chances = {"outer": [0.25, 0.75], "inner": [0.4, 0.6], "choice": [0.5, 0.5], "optional": [1.0]}
-    mixture = Mixture(chain.space, {name: torch.tensor(row) for name, row in chances.items()})
+    probs = {"outer": [0.25, 0.75], "inner": [0.4, 0.6], "choice": [0.5, 0.5], "optional": [1.0]}
+    mixture = Mixture(chain.space, {name: torch.tensor(row) for name, row in probs.items()})
     assert condition.probability(mixture).item() == pytest.approx(0.75 * 0.4)
 
 

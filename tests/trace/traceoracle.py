@@ -186,7 +186,7 @@ def columns(trace: Trace) -> columnar.Trace:
         rows += [["memory", *row] for row in stage.memory]
         files[stage.stage] = columnar.StageFile()
         files[stage.stage].add("".join(json.dumps(row) + "\n" for row in rows).encode())
-    found = columnar.joined(files)
+    found = columnar.join_files(files)
     assert found is not None
     return found
 

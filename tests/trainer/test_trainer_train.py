@@ -479,6 +479,7 @@ def test_a_consistency_may_be_given_for_all_for_a_block_a_layer_or_the_shared_on
         ({"validation": 1, "source": Data("alone", samples())}, TrainError, "needs validation data"),
         ({"stream": "sandwich:2", "microbatches": 2}, TrainError, "set microbatches=4, not 2"),
         ({"on_nonfinite": "skp"}, TrainError, "did you mean 'skip'"),
+        ({"distill": True}, TrainError, "must be 'sandwich'"),
         ({"optimizer": "sdg"}, TrainError, "did you mean 'sgd'"),
         ({"stream": "iidd"}, StreamError, "did you mean 'iid'"),
         ({"consistency": "bounded(3,2)", "microbatches": 2}, ConsistencyError, "K = 4"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -359,6 +360,19 @@ def test_fused_trials_are_replayed_with_the_same_bits(
     parts = 1 if fit is None else fit.microbatches
     figures = [(one.captures, one.replays) for one in made]
     assert figures == [(parts, (10 - WARM_UP_STEPS) * parts)] * 2  # anew once a trial has left
+
+
+def test_an_evaluation_of_fused_trials_leaves_no_tensor_that_a_replay_would_write_over(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def live_tensors(self: Standin) -> int:
+        return sum(type(one) is Tensor for one in gc.get_objects())
+
+    monkeypatch.setattr(Standin, "held", live_tensors)
+    configs = [trial_config(recipe(data, mlp), {"seed": trial}) for trial in range(2)]
+    with recorded() as made:
+        run_fused(configs, tmp_path, None, ())
+    assert [one.replays for one in made] == [STEPS - WARM_UP_STEPS]
 
 
 def test_what_one_pool_has_free_the_other_cannot_use() -> None:

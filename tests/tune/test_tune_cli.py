@@ -92,10 +92,7 @@ def test_a_mistake_in_a_config_is_told_in_one_line(change: dict[str, Any], words
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["--study.maximize=acc"], "no metric is called 'acc'"),
         (["--recipe.optimizer=lion"], "lion"),
-        (["--recipe.lr_schedule=cosin"], "cosin"),
-        (['--study.sampler={name="tpe", n_startup_trials="x"}'], "is a whole number, not 'x'"),
         (["--study.threads=0"], "threads=0"),
     ],
 )
@@ -113,26 +110,22 @@ def test_what_would_fail_every_trial_is_told_in_one_line_before_anything_runs(
     assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())
 
 
-@pytest.mark.parametrize("as_json", [True, False])
 def test_a_study_whose_trials_all_failed_is_printed_and_exits_1_with_one_line(
-    weft_command: Weft, tmp_path: Path, as_json: bool
+    weft_command: Weft, tmp_path: Path
 ) -> None:
     config = (
         'objective = "objectives:act"\n[study]\nname = "f"\ntrials = 2\nminimize = "v"\njobs_per_device = 1\n'
         '[space]\nwhat = ["{}"]\nx = {{low = 0.0, high = 1.0}}\n'
     )
     (tmp_path / "f.toml").write_text(config.format("failing"))
-    code, out, err = weft_command("tune", "f.toml", *(["--json"] if as_json else []))
+    code, out, err = weft_command("tune", "f.toml", "--json")
     assert code == 1
     assert err.splitlines()[-1] == "error: all 2 trials of 'f' failed; the last: ValueError: the objective is wrong"
-    if as_json:
-        told = json.loads(out)
-        assert [one["state"] for one in told["trials"]] == ["failed", "failed"]
-    else:
-        assert "2 failed" in out
+    assert [one["state"] for one in json.loads(out)["trials"]] == ["failed", "failed"]
     (tmp_path / "f.toml").write_text(config.format('failing", "parabola'))
-    code, _, err = weft_command("tune", "f.toml", "--study.name=some", "--study.trials=8")
+    code, out, err = weft_command("tune", "f.toml", "--study.name=some", "--study.trials=8")
     assert code == 0, err
+    assert " failed" in out
 
 
 @pytest.mark.long

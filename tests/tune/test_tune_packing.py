@@ -27,12 +27,12 @@ def test_the_largest_starts_first_and_the_rest_fill_what_is_left() -> None:
     assert packer.admit(waiting) == [("big", (0,)), ("middle", (1,)), ("small", (1,))]
 
 
-def test_a_load_that_ran_longer_counts_as_larger() -> None:
+def test_a_job_that_ran_longer_counts_as_larger() -> None:
     packer = Packer([DeviceCapacity(10)])
     assert packer.admit([JobSpec("wide", 8, seconds=1), JobSpec("long", 5, seconds=9)]) == [("long", (0,))]
 
 
-def test_a_long_load_starts_before_larger_ones_when_it_would_be_the_last_to_end() -> None:
+def test_a_long_job_starts_before_larger_ones_when_it_would_be_the_last_to_end() -> None:
     wide = [JobSpec(f"wide{k}", 9, seconds=10) for k in range(8)]
     packer = Packer([DeviceCapacity(10)] * 2)
     assert packer.admit([*wide, JobSpec("long", 2, seconds=15)])[:2] == [
@@ -46,14 +46,7 @@ def test_a_long_load_starts_before_larger_ones_when_it_would_be_the_last_to_end(
     assert packer.admit(rest, now=20.0) == [("wide2", (0,)), ("long", (1,))]
 
 
-def test_every_process_takes_its_reserve() -> None:
-    packer = two(memory=10, reserve=2)
-    assert packer.admit([JobSpec(name, 4) for name in "abc"]) == [("a", (0,)), ("b", (1,))]
-    packer.ended("b")
-    assert packer.admit([JobSpec("c", 8)]) == [("c", (1,))]
-
-
-def test_a_small_load_goes_before_the_largest_only_if_it_ends_in_time() -> None:
+def test_a_small_job_goes_before_the_largest_only_if_it_ends_in_time() -> None:
     packer = Packer([DeviceCapacity(10)])
     packer.placed(JobSpec("runs", 6, seconds=100), [0], now=0.0)
     waiting = [JobSpec("big", 8, seconds=50), JobSpec("slow", 3, seconds=90), JobSpec("fast", 3, seconds=40)]
@@ -65,13 +58,13 @@ def test_a_small_load_goes_before_the_largest_only_if_it_ends_in_time() -> None:
     assert packer.admit(waiting, now=100.0) == [("big", (0,))]
 
 
-def test_a_small_load_that_fits_beside_the_largest_need_not_end_in_time() -> None:
+def test_a_small_job_that_fits_beside_the_largest_need_not_end_in_time() -> None:
     packer = Packer([DeviceCapacity(10)])
     packer.placed(JobSpec("runs", 6, seconds=100), [0])
     assert packer.admit([JobSpec("big", 8, seconds=500), JobSpec("tiny", 2, seconds=400)], now=50.0) == [("tiny", (0,))]
 
 
-def test_a_split_load_gets_devices_of_one_node() -> None:
+def test_a_split_job_gets_devices_of_one_node() -> None:
     packer = Packer(
         [DeviceCapacity(10, "a"), DeviceCapacity(10, "b"), DeviceCapacity(10, "b"), DeviceCapacity(10, "a")]
     )
@@ -82,25 +75,7 @@ def test_a_split_load_gets_devices_of_one_node() -> None:
     assert packer.admit([JobSpec("again", 8, degree=2)]) == [("again", (0, 3))]
 
 
-def test_a_load_that_is_alone_shares_with_none() -> None:
-    packer = two()
-    assert packer.admit([JobSpec("alone", 1, exclusive=True), JobSpec("a", 1), JobSpec("b", 1)]) == [
-        ("alone", (0,)),
-        ("a", (1,)),
-        ("b", (1,)),
-    ]
-    assert packer.admit([JobSpec("second", 1, exclusive=True)]) == []
-    packer.ended("alone")
-    assert packer.admit([JobSpec("second", 1, exclusive=True)]) == [("second", (0,))]
-
-
-def test_a_load_without_a_figure_takes_all_of_a_device_that_counts_memory() -> None:
-    counted, free = Packer([DeviceCapacity(10)]), Packer([DeviceCapacity(None, max_jobs=2)])
-    for packer, several in ((counted, 1), (free, 2)):
-        assert len(packer.admit([JobSpec(name, None) for name in "abc"])) == several
-
-
-def test_a_load_that_fits_nowhere_holds_up_nobody() -> None:
+def test_a_job_that_fits_nowhere_holds_up_nobody() -> None:
     packer = two()
     assert not packer.possible(JobSpec("giant", 11))
     assert not packer.possible(JobSpec("wide", 1, degree=3))
@@ -115,14 +90,14 @@ def test_a_device_that_is_gone_takes_nothing_and_one_that_comes_does() -> None:
     assert packer.admit([JobSpec("b", 6)]) == [("b", (2,))]
 
 
-def test_a_load_that_later_ones_overtook_too_often_starts_before_them() -> None:
+def test_a_job_that_later_ones_overtook_too_often_starts_before_them() -> None:
     packer = Packer([DeviceCapacity(10)], max_overtakes=3)
     packer.placed(JobSpec("0", 5), [0])
     old, started = JobSpec("old", 9), []
     for number in range(1, 50):
         # A queue that never ends: always another small one, of unknown length, and one of the running ends.
-        loads = [load for load in [old, JobSpec(str(number), 5)] if load.id not in packer.running]
-        started += [id for id, _ in packer.admit(loads)]
+        jobs = [job for job in [old, JobSpec(str(number), 5)] if job.id not in packer.running]
+        started += [id for id, _ in packer.admit(jobs)]
         if "old" in started:
             break
         packer.ended(str(min(map(int, packer.running))))
@@ -137,25 +112,25 @@ def test_what_runs_already_is_not_started_again() -> None:
 
 
 def test_a_study_gives_everything_that_packing_decides_by() -> None:
-    """No field of a load or of a device is left as it is unless something else gives it: a benchmark, for example."""
+    """No field of a job or of a device is left as it is unless something else gives it: a benchmark, for example."""
     plan = Fit("split", 1, 1, 2, 5, 0.5, "")
-    load = job_spec(PendingJob({0: {}}, Requirements(5, plan, None, "kind", 3), exclusive=True, memory=7, id="0-0"))
-    assert load == JobSpec("0-0", 7, 2, 1.5, True, "kind")
+    job = job_spec(PendingJob({0: {}}, Requirements(5, plan, None, "kind", 3), exclusive=True, memory=7, id="0-0"))
+    assert job == JobSpec("0-0", 7, 2, 1.5, True, "kind")
     executor = Mock(devices=(Device("cuda:0", 10**12, "far"),))
-    assert [f.name for f in fields(load) if getattr(load, f.name) == f.default] == []
+    assert [f.name for f in fields(job) if getattr(job, f.name) == f.default] == []
     assert Dispatcher(executor, 3, counted=True).slots() == 3
 
 
 def test_one_more_that_adds_nothing_is_not_tried_again_soon() -> None:
-    sharing = ThroughputModel(gain=0.05, again=3)
-    packer = Packer([DeviceCapacity(100)], throughput=sharing)
+    throughput = ThroughputModel(gain=0.05, again=3)
+    packer = Packer([DeviceCapacity(100)], throughput=throughput)
     speeds = {1: 1.0, 2: 0.8, 3: 0.5}  # together 1, 1.6, 1.5: two are best
     waiting = [JobSpec(name, 1, kind="same") for name in "abcdefgh"]
     for count in (1, 2, 3):
         packer.admit(waiting[:count])
         for id in list(packer.running):
             packer.measured(id, speeds[count])
-    assert sharing.speed(2) == pytest.approx(1.6)
+    assert throughput.speed(2) == pytest.approx(1.6)
     packer.ended("a")
     assert packer.admit(waiting[1:]) == []
     packer.ended("b")
@@ -167,30 +142,30 @@ def test_one_more_that_adds_nothing_is_not_tried_again_soon() -> None:
 
 
 def test_what_stays_worth_while_is_not_given_up_for_noise() -> None:
-    sharing = ThroughputModel(gain=0.1)
+    throughput = ThroughputModel(gain=0.1)
     for count, speed in ((1, 1.0), (2, 0.6)):
-        sharing.add([JobRate("k", speed, 1.0)] * count)
-    assert sharing.allows_one_more(1)
-    sharing.add([JobRate("k", 0.52, 1.0)] * 2)  # less than the gain that was asked for at first, yet not less than 1
-    assert sharing.allows_one_more(1)
+        throughput.add([JobRate("k", speed, 1.0)] * count)
+    assert throughput.allows_one_more(1)
+    throughput.add([JobRate("k", 0.52, 1.0)] * 2)  # less than the gain that was asked for at first, yet not less than 1
+    assert throughput.allows_one_more(1)
     for _ in range(8):
-        sharing.add([JobRate("k", 0.45, 1.0)] * 2)
-    assert not sharing.allows_one_more(1)
+        throughput.add([JobRate("k", 0.45, 1.0)] * 2)
+    assert not throughput.allows_one_more(1)
 
 
 def test_a_kind_beside_which_all_are_slower_gets_a_device_by_itself() -> None:
-    sharing = ThroughputModel()
-    packer = Packer([DeviceCapacity(10)], throughput=sharing)
+    throughput = ThroughputModel()
+    packer = Packer([DeviceCapacity(10)], throughput=throughput)
     for kind in ("hog", "meek"):
-        sharing.add([JobRate(kind, 1.0, 1.0)])
+        throughput.add([JobRate(kind, 1.0, 1.0)])
     for _ in range(2):
-        sharing.add([JobRate("hog", 0.5, 9.0), JobRate("meek", 0.2, 1.0)])
-    assert sharing.must_run_alone("hog")
-    assert not sharing.must_run_alone("meek")
+        throughput.add([JobRate("hog", 0.5, 9.0), JobRate("meek", 0.2, 1.0)])
+    assert throughput.must_run_alone("hog")
+    assert not throughput.must_run_alone("meek")
     assert packer.admit([JobSpec("h", 5, kind="hog"), JobSpec("m", 1, kind="meek")]) == [("h", (0,))]
 
 
-loads_of = st.lists(
+jobs_of = st.lists(
     st.builds(
         JobSpec,
         id=st.uuids().map(str),
@@ -200,7 +175,7 @@ loads_of = st.lists(
         exclusive=st.booleans(),
     ),
     max_size=12,
-    unique_by=lambda load: load.id,
+    unique_by=lambda job: job.id,
 )
 devices_of = st.lists(
     st.builds(
@@ -215,8 +190,8 @@ devices_of = st.lists(
 )
 
 
-def by_itself(load: JobSpec) -> bool:
-    return load.exclusive or load.degree > 1
+def by_itself(job: JobSpec) -> bool:
+    return job.exclusive or job.degree > 1
 
 
 def check_safe(packer: Packer) -> None:
@@ -232,19 +207,19 @@ def check_safe(packer: Packer) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(devices_of, loads_of, st.data())
+@given(devices_of, jobs_of, st.data())
 def test_devices_never_have_too_much_and_a_queue_that_fits_empties(
-    devices: list[DeviceCapacity], loads: list[JobSpec], data: st.DataObject
+    devices: list[DeviceCapacity], jobs: list[JobSpec], data: st.DataObject
 ) -> None:
     packer = Packer(devices, max_overtakes=data.draw(st.integers(0, 4)))
-    waiting = [load for load in loads if packer.possible(load)]
+    waiting = [job for job in jobs if packer.possible(job)]
     arrived: list[JobSpec] = []
     now = 0.0
     while waiting or arrived or packer.running:
         count = data.draw(st.integers(0, len(waiting)))
         arrived, waiting = arrived + waiting[:count], waiting[count:]
         started = {id for id, _ in packer.admit(arrived, now)}
-        arrived = [load for load in arrived if load.id not in started]
+        arrived = [job for job in arrived if job.id not in started]
         check_safe(packer)
         # Progress: an empty floor never stays empty while something waits.
         assert packer.running or not arrived
@@ -254,31 +229,29 @@ def test_devices_never_have_too_much_and_a_queue_that_fits_empties(
 
 
 @settings(max_examples=100, deadline=None)
-@given(devices_of, loads_of)
-def test_nothing_that_has_room_waits_while_no_place_is_held(
-    devices: list[DeviceCapacity], loads: list[JobSpec]
-) -> None:
+@given(devices_of, jobs_of)
+def test_nothing_that_has_room_waits_while_no_place_is_held(devices: list[DeviceCapacity], jobs: list[JobSpec]) -> None:
     packer = Packer(devices)
-    started = {id for id, _ in packer.admit(loads)}
+    started = {id for id, _ in packer.admit(jobs)}
     if packer.reservation is not None:
         return
-    for load in loads:
-        if load.id in started:
+    for job in jobs:
+        if job.id in started:
             continue
         for node in {device.node for device in devices}:
             free = 0
             for place, device in enumerate(devices):
                 runs = [run.job for run in packer.running.values() if place in run.places]
                 taken = sum((device.memory or 0) if r.memory is None else r.memory + device.reserve for r in runs)
-                need = (device.memory or 0) if load.memory is None else load.memory + device.reserve
+                need = (device.memory or 0) if job.memory is None else job.memory + device.reserve
                 full = device.max_jobs is not None and len(runs) >= device.max_jobs
-                shut = bool(runs) and (by_itself(load) or any(map(by_itself, runs)))
+                shut = bool(runs) and (by_itself(job) or any(map(by_itself, runs)))
                 room = device.memory is None or taken + need <= device.memory
                 free += device.node == node and room and not (full or shut)
-            assert free < load.degree
+            assert free < job.degree
 
 
 @settings(max_examples=50, deadline=None)
-@given(devices_of, loads_of)
-def test_the_same_inputs_give_the_same_places(devices: list[DeviceCapacity], loads: list[JobSpec]) -> None:
-    assert Packer(devices).admit(loads) == Packer(devices).admit(list(loads))
+@given(devices_of, jobs_of)
+def test_the_same_inputs_give_the_same_places(devices: list[DeviceCapacity], jobs: list[JobSpec]) -> None:
+    assert Packer(devices).admit(jobs) == Packer(devices).admit(list(jobs))

@@ -382,6 +382,7 @@ def _space() -> weft.Space:
         ({"max_concurrent": 0}, "max_concurrent=0"),
         ({"device_memory": "1GiB"}, "device_memory is not for a function: give trial_memory"),
         ({"trial": 3}, "did you mean 'trials'"),
+        ({"config": {"run": "s"}}, "config is a StudyConfig"),
         *[({old: 1}, f"'{old}'.*{now.split()[0]}") for old, now in OLD_FIELDS.items()],
         ({"devices": 3}, "devices are names such as 'cpu' or 'cuda:0', not 3"),
         ({"devices": "mps"}, "trials do not run on 'mps'"),

@@ -68,11 +68,6 @@ def test_a_space_has_the_published_number_of_networks(name: str, size: int) -> N
     assert find(name)().space.size() == size
 
 
-def test_the_edges_of_the_search_of_darts_have_eight_operations() -> None:
-    assert darts(all_edges=True).space.size() == 8**28
-    assert 1.07e18 < darts().space.size() < 1.08e18
-
-
 @pytest.mark.parametrize("kind", SMALL)
 def test_random_subnets_keep_the_law(kind: str) -> None:
     make, shape = SMALL[kind]
@@ -131,6 +126,7 @@ def test_a_cell_of_linear_operations_gives_the_expectation_over_all_its_subnets(
 
 
 def test_a_subnet_of_darts_has_two_inputs_for_each_node() -> None:
+    assert darts(all_edges=True).space.size() == 8**28
     chain = initialise(darts(3, 4), 0)
     rng = generator("inputs")
     for _ in range(20):
@@ -210,17 +206,6 @@ def test_a_key_of_201_and_its_subnet_name_each_other() -> None:
             nb201_subnet(space, wrong)
 
 
-def test_both_forms_of_nas_bench_macro_have_one_space_and_networks_of_one_size() -> None:
-    apart, nested = initialise(nas_bench_macro(), 0), initialise(nas_bench_macro_entangled(), 0)
-    assert apart.space.id == nested.space.id
-    for key in ("00000000", "11111111", "22222222", "01210210"):
-        counts = {
-            sum(p.numel() for p in extract(chain, macro_subnet(chain.space, key)).parameters())
-            for chain in (apart, nested)
-        }
-        assert len(counts) == 1
-
-
 def test_a_subnet_of_once_for_all_has_the_depth_and_the_sizes_that_it_says() -> None:
     chain = initialise(ofa_mobilenet_v3(10, 0.25), 0)
     last = extract(chain, chain.space.last())
@@ -231,6 +216,17 @@ def test_a_subnet_of_once_for_all_has_the_depth_and_the_sizes_that_it_says() -> 
     depthwise = next(m for m in block.modules() if isinstance(m, nn.Conv2d) and m.groups > 1)
     assert depthwise.kernel_size == (7, 7)
     assert depthwise.out_channels == 6 * 40
+
+
+def test_both_forms_of_nas_bench_macro_have_one_space_and_networks_of_one_size() -> None:
+    apart, nested = initialise(nas_bench_macro(), 0), initialise(nas_bench_macro_entangled(), 0)
+    assert apart.space.id == nested.space.id
+    for key in ("00000000", "11111111", "22222222", "01210210"):
+        counts = {
+            sum(p.numel() for p in extract(chain, macro_subnet(chain.space, key)).parameters())
+            for chain in (apart, nested)
+        }
+        assert len(counts) == 1
 
 
 def test_the_gate_of_once_for_all_has_the_published_sizes() -> None:
@@ -252,8 +248,3 @@ def _all(chain: Chain, wanted: dict[str, int]) -> Subnet:
             if name.startswith(kind):
                 values[name] = value
     return chain.space.subnet(values)
-
-
-def test_images_too_small_for_conv_macro_are_refused() -> None:
-    with pytest.raises(SupernetError, match="less than 12"):
-        conv_macro(size=8)

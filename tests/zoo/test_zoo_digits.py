@@ -54,13 +54,3 @@ def test_subnets_come_out_with_the_same_bits(build: Callable[[], Chain]) -> None
             assert torch.equal(model(x), chain(x, subnet))
             homes = {type(part).__module__ for part in model.modules()}
             assert all(home.startswith("torch.") or home == "weft.zoo.layers" for home in homes)
-
-
-@pytest.mark.parametrize("build", [digits_conv, digits_mlp])
-def test_sizes_can_be_chosen(build: Callable[..., Chain]) -> None:
-    chain = initialise(lambda: build(blocks=2, width=8, classes=3))
-    assert chain.space.size() == 16
-    assert chain.eval()(torch.randn(2, 1, 8, 8), chain.space.first()).shape == (2, 3)
-    largest, smallest = chain.largest(), chain.smallest()
-    assert all(value == "skip" for value in smallest.values.values())
-    assert all(value != "skip" for value in largest.values.values())

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.logging import RichHandler
@@ -24,7 +24,9 @@ from weft.cli.train import train, verify
 from weft.cli.tune import tune
 from weft.errors import WeftError, nearest, place_in_own_code
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+_HELP = {"help_option_names": ["-h", "--help"]}
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=_HELP)
 
 
 def main() -> None:
@@ -43,7 +45,7 @@ def main() -> None:
         _fail(str(problem))
     except Exception as problem:
         if hasattr(problem, "format_message"):  # a mistake in the command line itself, which click reports
-            _fail(_usage(problem.format_message()))
+            _fail(_usage(problem))
         place = place_in_own_code(problem)
         if place is None:
             raise
@@ -61,24 +63,32 @@ def weft(
         print(context.get_help())
 
 
-def _add(*verbs: Callable[..., None], **settings: bool) -> None:
+def _add(*verbs: Callable[..., None], example: str | None = None) -> None:
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True} if example else {}  # --a.b=c
+    epilog = f"Any setting of the config may follow it, such as {example}." if example else None
     for verb in verbs:
-        app.command(context_settings=settings)(verb)
+        app.command(context_settings={**_HELP, **settings}, epilog=epilog)(verb)
 
 
-_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}  # --a.b=c
 _add(demo)
-_add(train, search, tune, export, simulate, verify, **_SETTINGS)
+_add(train, search, example="--train.steps=500 or --run.name=second")
+_add(tune, example="--study.trials=50")
+_add(export, example="--export.formats=onnx")
+_add(simulate, verify, example="--train.microbatches=4")
 _add(runs, zoo)
-_add(plan, **_SETTINGS)
+_add(plan, example="--train.batch_size=256")
 _add(calibrate, trace, serve, report)
 
 
-def _usage(message: str) -> str:
-    """Click's words for a mistake, with the nearest verb."""
+def _usage(problem: Any) -> str:
+    """Click's words for a mistake, with the nearest verb, and where to read on."""
+    message = str(problem.format_message())
     unknown = re.match(r"No such command '(.*?)'", message)
-    verbs = [str(command.name or getattr(command.callback, "__name__", "")) for command in app.registered_commands]
-    return f"unknown verb '{unknown[1]}'{nearest(unknown[1], verbs)}" if unknown else message
+    if unknown:
+        verbs = [str(command.name or getattr(command.callback, "__name__", "")) for command in app.registered_commands]
+        return f"unknown verb '{unknown[1]}'{nearest(unknown[1], verbs)}"
+    verb = getattr(problem.ctx, "info_name", None)
+    return f"{message.removesuffix('.')} (see weft {verb} --help)" if verb in sys.argv else message
 
 
 def _fail(message: str) -> None:

@@ -39,6 +39,8 @@ def read_target(target: str, context: typer.Context, more: Sequence[str] = ()) -
         folder, saved = Path(saved.pop("folder", ".")), modern(saved)
         saved["run"] = {**saved["run"], "folder": str(run.path.parent), "name": run.path.name}
         return make_config(saved, [*settings, *more]), folder
+    if not path.exists():
+        raise ConfigError(f"there is no config and no run at '{target}'")
     config = read_config(path, [*settings, *more])
     if config.run.name is None:
         config = read_config(path, [*settings, *more, f"--run.name={path.stem}"])

@@ -108,7 +108,7 @@ def _run(runs: Path, console: Console, steps: int, budget: int) -> dict[str, Any
     return {
         "run": str(trained.path),
         "stages": STAGES,
-        "utilisation": busy,
+        "busy": busy,
         "fingerprint": trained.fingerprint,
         "fingerprint_one_stage": alone.fingerprint,
         "same": same,

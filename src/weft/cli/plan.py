@@ -190,7 +190,7 @@ def plan(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say how a model is best split over devices, what that takes, and what others would do."""
+    """Find out how a model is best split over devices."""
     from weft.plan.planner import load
     from weft.plan.planner import plan as make
 
@@ -274,7 +274,7 @@ def calibrate(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and repeats.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine's devices and links, for `weft plan --machine FILE.json`."""
+    """Measure this machine, for weft plan --machine."""
     import torch
 
     from weft.plan.calibrate import calibrate as measure
@@ -322,15 +322,14 @@ def show_plan(plan: Plan, console: Console) -> None:
         f"{format_bytes(int(cost.memory))} of {format_bytes(int(plan.memory_limit))} a device: "
         f"{format_bytes(int(cost.parameters))} parameters, {format_bytes(int(cost.activations))} activations",
     )
-    unknown = plan.graph.unknown
-    if unknown:
+    if unknown := plan.graph.unknown:
         facts.add_row("without rule", ", ".join(f"{name} ({count})" for name, count in sorted(unknown.items())))
     reasons = plan.unsupported()
     facts.add_row("can be run", f"no: {reasons[0]}" if reasons else "yes")
     console.print(facts)
     console.print(_layers(plan))
     if plan.comparisons:
-        console.print(_beside(plan))
+        console.print(_comparisons(plan))
 
 
 def _layers(plan: Plan) -> Table:
@@ -365,7 +364,7 @@ def _split(plan: Plan, op: int) -> str:
     return " ".join(f"{name}/{count}" for name, count in parts.items()) or "whole on each device"
 
 
-def _beside(plan: Plan) -> Table:
+def _comparisons(plan: Plan) -> Table:
     table = Table(
         "", "mesh", "step", "memory", "fits", "plan is faster by", title="compared with", title_justify="left"
     )
@@ -397,9 +396,5 @@ def show_chain(plan: ChainPlan, chain: Chain, console: Console) -> None:
         shown = names[0] if first == last - 1 else f"{names[0]} to {names[1]}"
         table.add_row(str(stage), shown, _ms(plan.seconds[stage]), format_bytes(plan.memory[stage]))
     console.print(table)
-    given = ", ".join(map(str, plan.cut))
-    console.print(
-        f"{plan.balance:.0%} of the time the mean stage computes; use it by weft.train(stages={len(plan.seconds)}, "
-        f"cut=[{given}])",
-        soft_wrap=True,
-    )
+    use = f"weft.train(stages={len(plan.seconds)}, cut={[*plan.cut]})"
+    console.print(f"{plan.balance:.0%} of the time the mean stage computes; use it by {use}", soft_wrap=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from weft.cli.arguments import AsJson
 from weft.cli.output import console, print_json
+from weft.errors import ConfigError
 
 
 def runs(
@@ -19,6 +21,8 @@ def runs(
 
     from weft.runs import list_runs
 
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise ConfigError(f"'{folder}' is not a directory: name the one that holds the runs")
     found = list_runs(folder)
     if as_json:
         print_json([asdict(run) for run in found])
@@ -36,7 +40,10 @@ def runs(
 
 
 def zoo(as_json: AsJson = False) -> None:
-    """List the spaces of the zoo: how many subnets, of how many choices, and the parameters of the ends."""
+    """List the ready-made spaces of the zoo.
+
+    Prints how many subnets each has, of how many choices, and the parameters of the smallest and the largest one.
+    """
     from weft.cli import output
     from weft.zoo import SUPERNETS
     from weft.zoo.catalog import catalogue

@@ -19,7 +19,7 @@ from weft.cli import build
 from weft.cli.arguments import AsJson, Target, read_target, resume_hint
 from weft.cli.output import console, errors, print_json, show
 from weft.cli.progress import Bar
-from weft.config import Config, Search, to_dict
+from weft.config import RENAMED, Config, Search, to_dict
 from weft.elastic.mixture import choice_options
 from weft.errors import ConfigError, RunError, SearchError, nearest
 from weft.runs import Run
@@ -54,7 +54,10 @@ def search(
     stages: Annotated[int | None, typer.Option(help="For gradient methods: on how many processes.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Search a trained supernet and print its Pareto front; or, by a gradient method, train and search at once."""
+    """Search a trained supernet and print its Pareto front.
+
+    With a gradient method, such as --method drnas, the supernet is trained and searched at once.
+    """
     more = {
         "search.method": method,
         "search.targets": json.dumps(target) if target else None,
@@ -64,12 +67,12 @@ def search(
         config, context, [f"--{key}={value}" for key, value in more.items() if value is not None]
     )
 
-    s, asked = settings.search, {"--method": method, "--stages": stages}
-    typed = [*context.args, *(f"{option}={value}" for option, value in asked.items() if value is not None)]
+    s, options = settings.search, {"--method": method, "--stages": stages}
+    typed = [*context.args, *(f"{option}={value}" for option, value in options.items() if value is not None)]
     typed += [f"--target={one}" for one in target or ()]
     check_method(s.method)
     if is_gradient(s.method):
-        tell_unused(s)
+        warn_unused(s)
         _learn(settings, folder, resume, shlex.join(["weft", "search", config, *typed, "--resume"]), as_json)
         return
     for option, value in {"--target": target, "--resume": resume, "--stages": stages}.items():
@@ -78,7 +81,7 @@ def search(
                 f"{option} is for methods that train, such as --method drnas: '{s.method or 'evolution'}' searches a "
                 f"trained run{', bounded by --search.constraints' if option == '--target' else ''}"
             )
-    tell_unused(s)
+    warn_unused(s)
     import weft
     from weft.cli import build
     from weft.cli.progress import Bar
@@ -109,17 +112,32 @@ def search(
         return
     console.print(front.table())
     console.print(f"saved as front.json and front.csv in {where}", soft_wrap=True)
+    named = [] if s.name == Search().name else ["--search.name", s.name]
+    console.print(f"next: {shlex.join(['weft', 'export', str(trained.path), *named])}", soft_wrap=True)
 
 
 def export(context: typer.Context, config: Target, as_json: AsJson = False) -> None:
-    """Write the best subnet, or the one named by --export.subnet, as plain PyTorch and ONNX files."""
+    """Write a subnet as plain PyTorch or ONNX files.
+
+    It is the best of the front, or the one that --export.subnet names.
+    """
     settings, folder = read_target(config, context)
     from weft.cli import build
     from weft.search.export import export_subnet
 
     trained = build.open_trained(settings, folder)
     command = shlex.join(["weft", "export", config, *context.args])
-    written = export_subnet(trained, settings.export, settings.search, command)
+    wanted, searched = settings.export, settings.search
+    written = export_subnet(
+        trained,
+        wanted.subnet,
+        wanted.limits,
+        wanted.formats,
+        search_name=searched.name,
+        bn_batches=searched.bn_batches,
+        batch_size=searched.batch_size,
+        command=command,
+    )
     show({name: str(path) for name, path in written.items()}, as_json, "exported")
 
 
@@ -136,7 +154,10 @@ def _learn(settings: Config, folder: Path, resume: bool, again: str, as_json: bo
     if result["probabilities"] is not None:
         output.mixture(console, result["probabilities"])
     names = ("architecture", "run", "steps", "fingerprint")
-    picked = {"perturbation": "by the loss without each option", "likeliest": "the likeliest of the mixture"}
+    picked = {
+        "perturbation": "in each choice, the option whose removal raises the loss most",
+        "likeliest": "in each choice, the most probable option",
+    }
     how = {"picked": picked[result["picked"]]} if result["picked"] else {}
     scores = {name: f"{value:.6g}" for name, value in result["scores"].items()}
     output.facts(
@@ -161,10 +182,13 @@ def check_method(method: str | None) -> None:
         raise SearchError(f"unknown search method '{method}'{nearest(method, (*METHODS, *GRADIENT_METHODS))}")
 
 
-def tell_unused(search: Search) -> None:
+_GRADIENT_KEYS = ("targets", "weight_warmup_steps", "rate", "pick")
+
+
+def warn_unused(search: Search) -> None:
     """Warns of settings that the method does not look at."""
     usual, method, gradient = Search(), search.method, is_gradient(search.method)
-    others = ("maximize", "minimize", "constraints", "seed") if gradient else ("targets", "warmup", "rate", "pick")
+    others = ("maximize", "minimize", "constraints", "seed") if gradient else _GRADIENT_KEYS
     unused = [f"search.{name}" for name in others if getattr(search, name) != getattr(usual, name)]
     if unused:
         instead = "search.targets and train.seed" if gradient else "search.constraints"
@@ -177,8 +201,11 @@ def check_resumed(config: Config) -> None:
     if not (path / "manifest.json").is_file():
         return
     saved, now = Run.open(path).manifest.get("config") or {}, to_json(to_dict(config)["search"])
-    before = {**to_json(to_dict(Config(""))["search"]), **saved.get("search", {})}
-    for name in ("method", "targets", "warmup", "rate"):
+    kept = {
+        RENAMED.get(f"search.{name}", name).split(".")[-1]: value for name, value in saved.get("search", {}).items()
+    }
+    before = {**to_json(to_dict(Config(""))["search"]), **kept}
+    for name in ("method", *_GRADIENT_KEYS[:-1]):
         if saved and before[name] != now[name]:
             raise RunError(
                 f"run '{path.name}' was made with search.{name} = {before[name]}, now it is {now[name]}: "

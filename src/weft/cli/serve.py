@@ -25,12 +25,15 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on; 0 for any that is free.", min=0, max=65535)] = 8765,
     token: Annotated[
-        str | None, typer.Option(help="A word without which nothing is shown; made up where one is needed.")
+        str | None, typer.Option(help="A password in the address; weft makes one where it is needed.")
     ] = None,
     browse: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the runs in a browser, and follow those that run; Ctrl-C ends it."""
+    """Show the runs in a browser while they run.
+
+    Ctrl-C ends it.
+    """
     from weft.serve.server import require_serve
 
     require_serve()
@@ -70,7 +73,10 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the page about runs, with all its data, into one HTML file that opens from disk."""
+    """Write one HTML file about runs, for any browser.
+
+    It is the page of weft serve with all its data inside.
+    """
     from weft.serve.report import write_report
 
     file = write_report([Path(run) for run in runs], None if out is None else Path(out))

@@ -256,15 +256,16 @@ def trace(
     out: Annotated[str | None, typer.Option(help="The file to write; RUN/traces/trace.json if not given.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what stages did and waited for.
+    """Show what the stages of a run did and waited for.
 
-    Reads the traces that a run wrote with execution.trace = true, and writes a file for ui.perfetto.dev.
+    Reads the traces of a run with --execution.trace=true, and writes a file for ui.perfetto.dev.
     """
     from weft.cli.output import traced_stages
-    from weft.runs import Run, write_atomic
+    from weft.runs import Run
     from weft.trace.analysis import summary
     from weft.trace.perfetto import perfetto
     from weft.trace.reader import read_traces
+    from weft.utils.files import write_atomic
 
     traced = read_traces(Run.open(run).path)
     found, file = summary(traced), Path(out) if out else Path(run) / "traces" / "trace.json"

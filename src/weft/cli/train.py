@@ -99,12 +99,12 @@ def activations(chain: Chain, subnet: Subnet, batch: Mapping[str, Tensor], confi
     """Bytes that one micro-batch of the largest subnet keeps for its backward, or why they are not known."""
     micro = {name: part.clone() for name, part in config.parts(dict(batch))[0].items()}
     own = {p.untyped_storage()._cdata for p in (*chain.parameters(), *chain.buffers())}
-    held: dict[int, torch.UntypedStorage] = {}  # kept, so that no other storage gets the same address
+    storages: dict[int, torch.UntypedStorage] = {}  # by address, which no other storage gets as long as it is here
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()  # a view, such as a transposed weight, takes no memory of its own
         if storage._cdata not in own:
-            held[storage._cdata] = storage
+            storages[storage._cdata] = storage
         return tensor
 
     try:
@@ -114,7 +114,7 @@ def activations(chain: Chain, subnet: Subnet, batch: Mapping[str, Tensor], confi
         raise
     except Exception as problem:  # a layer that needs real values cannot be followed
         return f"unknown: {type(problem).__name__} without data: {' '.join(str(problem).split())[:200]}"
-    return sum(storage.nbytes() for storage in held.values())
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def train(
@@ -160,6 +160,11 @@ def train(
         return
     result = {"run": str(trained.path), "steps": settings.train.steps, "fingerprint": trained.fingerprint}
     show({**result, **offload_summary(ended.get("offload"), as_json)}, as_json, "trained")
+    if not as_json:
+        next_verb = "weft search" if trained.chain.space.choices else "weft export"
+        console.print(
+            f"next: {next_verb} {shlex.quote(str(trained.path))}, or weft serve to look at the run", soft_wrap=True
+        )
 
 
 def offload_summary(stages: Sequence[Mapping[str, Any]] | None, as_json: bool) -> dict[str, Any]:
@@ -199,7 +204,9 @@ def verify(
     net, load = build.supernet_of(settings, folder), partial(build.data_of, settings, folder.resolve())
     parts = build.train_parts(settings, folder)
     with errors.status("verify") as status:
-        found = verify_run(net, load, parts, counts, steps=steps, on_way=lambda way: status.update(f"verify: {way}"))
+        found = verify_run(
+            net, load, parts, counts, steps=steps, on_variant=lambda variant: status.update(f"verify: {variant}")
+        )
     print_json(found) if as_json else verified(console, found)
     if not found["equal"]:
         raise typer.Exit(1)

@@ -293,7 +293,10 @@ def tune(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the study of this name.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run a study: propose trials, pack them onto the devices, print the best; exit code 1 if every trial failed."""
+    """Run a study of true trainings and print the best trials.
+
+    Trials are proposed, packed onto the devices and trained. The exit code is 1 if every trial failed.
+    """
     if config.startswith("--"):
         raise ConfigError(f"'{config}' stands where the config is expected: the config comes first, then its settings")
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from weft.data import Augment, Batch, Data, IterableLoader, Loader, Source
 from weft.data.loader import split_batch
 from weft.engine.bilevel import Bilevel, BilevelLoader, with_progress
-from weft.engine.consistency import Consistency, VersionSchedule, version_schedule
+from weft.engine.consistency import Consistency, version_schedule
 from weft.engine.grad_exchange import SMALL, GlobalNormClipper, Ties, delay_of, span_of, ties_of
 from weft.engine.layer_state import CheckpointPart, capture
 from weft.engine.losses import counted, cross_entropy
-from weft.engine.optimizer import GlobalNorm, LayerOptimizer, Optimizer
+from weft.engine.optimizer import GlobalNorm, LayerOptimizer, Optimizer, make_schedule
 from weft.engine.rng import Seeder
 from weft.engine.tape import Tape
 from weft.engine.weight_versions import Offload, VersionedLayer
@@ -110,10 +110,6 @@ class TrainStep:
         """A block in which forwards compute in the run's precision."""
         return torch.autocast(device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
 
-    def lr_factor(self, versions: VersionSchedule, slot: int) -> float:
-        """What the learning rate is multiplied by in the update of a slot: that of the step of its last micro-batch."""
-        return self.optimizer.lr_factor(versions.last_microbatch(slot) // self.microbatches, self.steps)
-
     def loss_of(
         self, activations: Activations, batch: Batch, teacher_outputs: Outputs = None
     ) -> tuple[Outputs, Tensor]:
@@ -163,6 +159,7 @@ class TrainedLayers:
                 weights.can_undo_forward = config.on_nonfinite == "skip"
                 weights.trains = partial(config.trains, layer)
         self.optimizer = self._make_optimizer()
+        self._lr_schedule = make_schedule(config.optimizer.schedule, config.optimizer.warmup_steps)
         self.clipper = self._make_clipper()
         self.ties: Ties | None = ties_of(chain, config.consistency.values(), m, stages, index)
         self.seeder = Seeder(config.seed, device)
@@ -212,14 +209,16 @@ class TrainedLayers:
         return outputs, loss
 
     def apply(self, group: Iterable[VersionedLayer], readers: Callable[[VersionedLayer], int]) -> None:
-        """The finished slots of these layers become updates, in one call of the optimizer for each learning rate.
+        """The finished slots of these layers become updates, in one call of the optimizer for each learning rate, which
+        is that of the step of a slot's last micro-batch.
 
         ``readers`` says which micro-batch is the first that may still read what a layer was before.
         """
-        by_rate: dict[float, list[VersionedLayer]] = {}
+        by_step: dict[int, list[VersionedLayer]] = {}
         for weights in group:
-            by_rate.setdefault(self.config.lr_factor(weights.schedule, weights.slot), []).append(weights)
-        for factor, members in by_rate.items():
+            by_step.setdefault(weights.last_microbatch() // self.config.microbatches, []).append(weights)
+        for step, members in by_step.items():
+            factor = self._lr_schedule(step, self.config.steps)
             apply = partial(self._apply, factor=factor, readers=readers)
             apply(members) if self.offload is None else self.offload.apply_updates(members, apply)
             self._with_versions |= {weights.layer.name: weights for weights in members if weights.kept}

@@ -7,7 +7,6 @@ from weft.runs.events import Events
 from weft.runs.index import RunSummary, list_runs
 from weft.runs.run import Run
 from weft.runs.shards import ShardEntry
-from weft.utils.files import read_json, write_atomic, write_json
 
 __all__ = [
     "Checkpoint",
@@ -17,7 +16,4 @@ __all__ = [
     "RunSummary",
     "ShardEntry",
     "list_runs",
-    "read_json",
-    "write_atomic",
-    "write_json",
 ]

@@ -148,10 +148,10 @@ def constraint_tables(rules: FrozenSpace) -> tuple[list[Table], bool]:
 
 
 def elimination_order(tables: Sequence[Table], order: Sequence[str]) -> list[tuple[str, tuple[str, ...]]] | None:
-    """The choices of the tables in the order in which to minimize over them, each with all that it shares a table with
-    by then.
+    """The choices of the tables in the order in which to minimize over them, each with the choices that it shares a
+    table with at that step.
 
-    None where too many combinations come together. ``order`` is that of the space.
+    None where a step has too many combinations. ``order`` is that of the space.
     """
     size = {name: count for table in tables for name, count in zip(table.names, table.values.shape, strict=True)}
     place = {name: at for at, name in enumerate(order)}
@@ -173,7 +173,7 @@ def elimination_order(tables: Sequence[Table], order: Sequence[str]) -> list[tup
 
 
 def reachable_range(space: Space, tables: Sequence[Table]) -> tuple[float, float]:
-    """The least and the most that the tables come to for a valid subnet, or bounds on them."""
+    """The least and the most that the tables sum to for a valid subnet, or bounds on them."""
     required, _ = constraint_tables(space.rules)
     order = list(space.rules.choices)
     return _lowest(tables, required, order), -_lowest(
@@ -182,7 +182,7 @@ def reachable_range(space: Space, tables: Sequence[Table]) -> tuple[float, float
 
 
 def _lowest(tables: Sequence[Table], required: Sequence[Table], order: Sequence[str]) -> float:
-    """The least sum of the tables, or a bound where too many choices come together."""
+    """The least sum of the tables, or a bound where a step has too many combinations."""
     left = [*tables, *required]
     plan = elimination_order(left, order)
     if plan is None:

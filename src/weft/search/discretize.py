@@ -107,8 +107,8 @@ class _SubnetScorer:
         """The most probable valid point of all that miss the targets least."""
         places = np.unravel_index(np.arange(self.size), [len(options) for options in self.options.values()])
         points = dict(zip(self.names, places, strict=True))
-        loss, missed = _sum(self.losses, points), self.misses(self._costs(points))
-        order = np.lexsort((loss, np.broadcast_to(missed, loss.shape)))
+        loss, off = _sum(self.losses, points), self.misses(self._costs(points))
+        order = np.lexsort((loss, np.broadcast_to(off, loss.shape)))
         return self._first_valid(
             {name: int(points[name][at]) for name in self.names} for at in order[np.isfinite(loss[order])]
         )
@@ -186,11 +186,11 @@ class _SubnetScorer:
         while True:
             changed = [(name, option) for name in self.names for option in range(len(self.options[name]))]
             points = {name: np.array([at if other == name else point[name] for other, at in changed]) for name in point}
-            loss, missed = _sum(self.losses, points), self.misses(self._costs(points))
-            missed = np.broadcast_to(missed, loss.shape)
+            loss, off = _sum(self.losses, points), self.misses(self._costs(points))
+            off = np.broadcast_to(off, loss.shape)
             now = changed.index((self.names[0], point[self.names[0]]))  # the change that is none
-            better = (missed < missed[now]) | ((missed == missed[now]) & (loss < loss[now]))
-            order = np.lexsort((loss, missed))
+            better = (off < off[now]) | ((off == off[now]) & (loss < loss[now]))
+            order = np.lexsort((loss, off))
             best = self._first_valid({name: int(points[name][at]) for name in point} for at in order[better[order]])
             if best is None:
                 return point
@@ -229,7 +229,7 @@ def _sum(tables: Sequence[Table], points: Points) -> Array:
 
 # Perturbation (Wang et al., 2021): the method keeps, in each choice, the option whose removal raises the loss most.
 #
-# The probabilities of a mixture say little about the worth of its options: the most probable subnet of DARTS may even
+# The probabilities of a mixture say little about how good its options are: the most probable subnet of DARTS may even
 # have no path from input to output. So each option is judged without the others, and the others without it.
 
 SAMPLES = 2048
@@ -243,7 +243,7 @@ SHARE = 4
 
 
 def by_perturbation(trained: TrainedRun, mixture: Mixture, penalties: Sequence[Penalty] = ()) -> Subnet:
-    """Settles one choice after another, the one of the least entropy first. Each option is removed in turn, and the
+    """Decides one choice after another, the one of the least entropy first. Each option is removed in turn, and the
     others share its probability. The option whose removal costs most is kept, unless it breaks the network without the
     others.
 
@@ -310,7 +310,8 @@ def _cost(
 
 
 def _batches(run: TrainedRun, options: int) -> list[Batch]:
-    """Validation batches, as many as are worth the time: one forward takes a third of a step."""
+    """Validation batches; all options together take at most a share of the training time, with a forward as a third of
+    a step."""
     config = run.step
     size = max(config.batch_size, SIZE)
     trained = config.steps * config.batch_size

@@ -1,4 +1,4 @@
-"""What a search hands back: the feasible subnets that no other beats in every objective."""
+"""The front of a search: the feasible subnets that no other subnet dominates."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class Front:
     ) -> None:
         """Writes front.json, and front.csv with one column a metric and one a choice (empty where inactive).
 
-        For whoever shows the front, front.json holds what `layers` says of each member, and `more` beside the members.
+        For pages that show the front, front.json holds what `layers` returns for each member, and the fields of `more`.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -214,7 +214,7 @@ Extract = Callable[[Subnet], Any]
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A subnet with what was measured of it."""
+    """A subnet with its measured scores."""
 
     subnet: Subnet
     scores: Scores = field(hash=False)
@@ -225,7 +225,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class FrontMember(Scored):
-    """A subnet of a front, which knows how to become a plain module where the front is bound to a supernet."""
+    """A subnet of a front; `extract` makes it a plain module where the front is bound to a supernet."""
 
     extractor: Extract | None = field(default=None, repr=False, compare=False)
     origin: Any = field(default=None, repr=False, compare=False)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import SearchError
-from weft.search.front import Extract, Front, Scored
+from weft.search.front import Front, Scored
 from weft.search.methods import Method, count, make_method
 from weft.search.objectives import Constraint, Objective, metrics, parse_constraints, require
 from weft.space import Space, Subnet
@@ -29,7 +29,7 @@ class SearchResult:
     """What a search saw (`scored`, in order) and found (`front`).
 
     `evaluations` counts calls of the score function and `cache_hits` scores read instead; together they are
-    `len(scored)`. `skipped` counts subnets that missed a constraint on a cheap metric and cost no budget.
+    `len(scored)`. `skipped` counts subnets that broke a constraint on a cheap metric and cost no budget.
     """
 
     scored: tuple[Scored, ...]
@@ -51,18 +51,17 @@ def run_search(
     cache: Cache | None = None,
     cheap: Score | None = None,
     on_score: OnScore | None = None,
-    extract: Extract | None = None,
     draws: int = 5000,
 ) -> SearchResult:
     """Scores up to `budget` distinct subnets and returns them with their front.
 
     The same seed asks the same subnets, so a search that stopped is resumed by running it again over its cache: known
-    scores are read, and it goes on as if never stopped; a larger budget extends a smaller one. A method that is passed
-    as an object must be a fresh one, and its own seed counts.
+    scores are read, and it continues as if never stopped; a larger budget extends a smaller one. A method that is
+    passed as an object must be a fresh one, and its own seed counts.
 
-    `cheap` gives metrics that cost little (parameters, flops). They are added to the scores, and a subnet that misses a
-    constraint on them is told to the method without being scored. After `draws` subnets in a row that brought nothing
-    to score the search ends early; where none at all could be scored, SearchError gives the range seen.
+    `cheap` gives metrics that cost little (parameters, flops). They are added to the scores, and a subnet that breaks a
+    constraint on them goes to the method without being scored. The search ends early after `draws` subnets in a row
+    with nothing to score; where none at all could be scored, SearchError gives the range seen.
 
     `on_score(scored, cached)` is called after each subnet that counts.
     """
@@ -73,21 +72,21 @@ def run_search(
     scorer = _CachedScorer(score, cheap, cache, tuple(objectives), rules)
     known: dict[Subnet, Scored] = {}
     scored: list[Scored] = []
-    barren, size = 0, count(space)
-    while len(scored) < budget and len(known) < size and barren < draws:
+    without_score, size = 0, count(space)
+    while len(scored) < budget and len(known) < size and without_score < draws:
         batch = searcher.ask()
         if not batch:
             break
         answers = []
         for subnet in batch:
-            barren += 1
+            without_score += 1
             if subnet not in known:
                 if len(scored) == budget:
                     break
                 found, counts, cached = scorer(subnet)
                 known[subnet] = found
                 if counts:
-                    barren = 0
+                    without_score = 0
                     scored.append(found)
                     if on_score:
                         on_score(found, cached)
@@ -97,7 +96,7 @@ def run_search(
         raise SearchError(scorer.nothing_found())
     if len(scored) < budget:
         log.info("the search ended after %d of %d subnets: it found no further one to score", len(scored), budget)
-    front = Front(scored, objectives, rules, extract)
+    front = Front(scored, objectives, rules)
     return SearchResult(tuple(scored), front, scorer.evaluations, scorer.cache_hits, scorer.skipped)
 
 
@@ -139,7 +138,7 @@ class _CachedScorer:
         else:
             self.cache_hits += 1
             if self.cache is not None:
-                self.cache.tell(subnet, costs)
+                self.cache.add_costs(subnet, costs)
         return Scored(subnet, {**found, **costs}), True, cached
 
     def nothing_found(self) -> str:
@@ -180,7 +179,7 @@ class Cache:
         return None if found is None else dict(found)
 
     def put(self, subnet: Subnet, scores: Mapping[str, float], costs: Mapping[str, float] | None = None) -> None:
-        """Keeps the scores, in memory and on disk; for whoever shows the file, beside the subnet's values and costs."""
+        """Keeps the scores, in memory and on disk; the file has the subnet's values and costs too, for pages."""
         kept = {name: float(value) for name, value in scores.items()}
         found = {"subnet": subnet.id, "context": self.context, "scores": kept, "values": dict(subnet.values)}
         line = json.dumps(to_json({**found, "costs": dict(costs)} if costs else found), allow_nan=False)
@@ -190,7 +189,7 @@ class Cache:
         self._scores[subnet.id] = kept
         self._costs_written[subnet.id] = frozenset(costs or ())
 
-    def tell(self, subnet: Subnet, costs: Mapping[str, float]) -> None:
+    def add_costs(self, subnet: Subnet, costs: Mapping[str, float]) -> None:
         """Writes known scores once more where the file lacks the subnet's values or some of these costs."""
         written = self._costs_written.get(subnet.id)
         if subnet.id in self._scores and (written is None or not written.issuperset(costs)):
@@ -218,5 +217,5 @@ class Cache:
                 if "values" in record:
                     self._costs_written[subnet] = frozenset(record.get("costs") or ())
         if good < len(whole):
-            # Else the next line would be glued to the half one.
+            # Else the next line would continue the half one.
             os.truncate(self.path, good)

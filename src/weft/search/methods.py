@@ -22,14 +22,14 @@ ENUMERABLE = 1 << 16
 
 @runtime_checkable
 class Method(Protocol):
-    """Proposes subnets and learns from their scores; its seed and what it was told decide all that it asks.
+    """Proposes subnets and learns from their scores; its seed and the scores that it got decide all that it asks.
 
-    It may be told less than it asked for (the budget ended), and subnets without their objectives, which missed a
+    It may get fewer scores than it asked for (the budget ended), and subnets without objectives, which broke a
     constraint on a cheap metric and were not scored further.
     """
 
     def ask(self) -> list[Subnet]:
-        """The next batch; empty when it knows nothing new to ask."""
+        """The next batch; empty when there is nothing new to ask."""
         ...
 
     def tell(self, scored: Sequence[Scored]) -> None:
@@ -110,7 +110,7 @@ def make_method(
     raise SearchError(f"unknown search method '{name}'{nearest(name, METHODS)}")
 
 
-# NSGA-II: a population that is kept at the front and spread along it.
+# NSGA-II: a population that is kept near the front and evenly spread over it.
 
 
 class NSGA2:
@@ -118,7 +118,7 @@ class NSGA2:
 
     Parents win binary tournaments by rank, then by crowding; parents and children together are cut back to
     `population` the same way. Feasible subnets come first, then those of least violation. `crossover` and `mutation`
-    are the chances that a child goes through them. Optuna's sampler is not used: it knows neither conditional choices
+    are the chances that a child goes through them. Optuna's sampler is not used: it has neither conditional choices
     nor constraints as part of the space, so that its children fall outside, and the core must run without Optuna.
     """
 
@@ -142,7 +142,7 @@ class NSGA2:
         self._draw = UniqueSampler(space, self._rng)
         self._alive: list[Scored] = []
         self._rank = np.zeros(0, dtype=np.int64)
-        self._room = np.zeros(0)
+        self._crowding = np.zeros(0)
 
     def ask(self) -> list[Subnet]:
         """The next generation: random at first, children afterwards; distinct from every subnet asked before."""
@@ -153,10 +153,10 @@ class NSGA2:
         scores = [one.scores for one in pool]
         points = losses(scores, self.objectives)
         rank = ranks(points, violations(scores, self.objectives, self.constraints))
-        room = crowding(np.nan_to_num(points, nan=np.inf), rank)
-        kept = np.lexsort((-room, rank))[: self.population]  # stable: the older one stays on a tie
+        distances = crowding(np.nan_to_num(points, nan=np.inf), rank)
+        kept = np.lexsort((-distances, rank))[: self.population]  # stable: the older one stays on a tie
         self._alive = [pool[i] for i in kept]
-        self._rank, self._room = rank[kept], room[kept]
+        self._rank, self._crowding = rank[kept], distances[kept]
 
     def _child(self) -> Subnet:
         child = self._parent()
@@ -166,7 +166,7 @@ class NSGA2:
 
     def _parent(self) -> Subnet:
         a, b = (int(share * len(self._alive)) for share in self._rng.random(2))
-        if (self._rank[b], -self._room[b]) < (self._rank[a], -self._room[a]):
+        if (self._rank[b], -self._crowding[b]) < (self._rank[a], -self._crowding[a]):
             a = b
         return self._alive[a].subnet
 
@@ -180,7 +180,7 @@ class Evolution:
     With one objective the best of the tournament is the parent. With several, one of its members of non-domination
     rank 0 is, drawn at random: the front then spreads by chance alone, so prefer NSGA-II for fronts. Constraints count
     as in NSGA-II (feasible first, then least violation). Once the population is full, an infeasible child joins it
-    only while no member is feasible: the search walks to the constraint and then stays within it.
+    only while no member is feasible: the search first gets nearer to the constraint and then stays within it.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class Evolution:
         return few[int(np.argmin(rank))][0].subnet  # the first of the best, in an order drawn at random
 
 
-# Random search: distinct subnets as the space samples them, deaf to their scores.
+# Random search: distinct subnets as the space samples them, whatever their scores.
 
 
 class Random:

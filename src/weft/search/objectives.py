@@ -1,4 +1,4 @@
-"""What a search wants (objectives) and what it insists on (constraints), as values over a subnet's scores."""
+"""Objectives and constraints: values over the scores of a subnet."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Constraint:
         excess = value - self.bound if self.upper else self.bound - value
         if excess < 0 or (excess == 0 and "=" in self.op):
             return 0.0
-        # A strict bound that is hit exactly is missed by nothing, and yet it is missed.
+        # A strict bound that is hit exactly is violated, by the least number above 0.
         return max(excess / (abs(self.bound) or 1.0), math.ulp(0.0))
 
 

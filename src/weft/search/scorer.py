@@ -143,7 +143,7 @@ def known_metrics(trained: TrainedRun) -> tuple[str, ...]:
 
 
 def context(trained: TrainedRun, **options: Any) -> dict[str, Any]:
-    """All that scores depend on beside the subnet, for the cache."""
+    """All that scores depend on except the subnet, for the cache."""
     loss = trained.step.loss
     return {
         "weights": tensors_digest(trained.chain.state_dict()),

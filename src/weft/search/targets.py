@@ -1,4 +1,4 @@
-"""Targets: what a searched subnet shall cost, as a pull on a mixture."""
+"""Targets: what a searched subnet must cost, as a penalty on a mixture."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Penalty:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A cost that a subnet shall have, within 2 %; raises SearchError where no subnet can have it."""
+    """A cost that a subnet must have, within 2 %; raises SearchError where no subnet can have it."""
 
     expected: CostModel
     value: float
@@ -62,9 +62,9 @@ class Target:
     def penalty(self, mixture: Mixture) -> Tensor:
         """The distance of the expected cost from the target, in units of the target, times the weight.
 
-        Within some 2 % it is a square, so that it comes to rest; outside it pulls with the same strength from near and
-        far, which a loss of any fixed slope gives way to if the weight is large enough. (A square would give way to
-        the loss instead: it pulls ever less the nearer it comes.)
+        Within some 2 % it is a square, so that it converges; outside its gradient has one size at every distance, which
+        exceeds that of any loss of a fixed slope if the weight is large enough. (The gradient of a square falls near
+        the target, so that the loss would win there.)
         """
         off = self.expected.expect(mixture) / self.value - 1
         return self.weight * ((off * off + TOLERANCE**2).sqrt() - TOLERANCE)

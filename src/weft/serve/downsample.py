@@ -1,11 +1,16 @@
-"""A curve in bounded memory: points in buckets that double in width whenever there are too many of them."""
+"""Curves in bounded memory: points in buckets that double in width whenever there are too many of them."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from weft.serve.fields import rounded
+
+Array = npt.NDArray[np.float64]
 
 BUCKETS = 1000
 """The most points that a chart is given of one curve."""
@@ -43,10 +48,6 @@ class Curve:
             bucket[4] = min(bucket[4], y)
             bucket[5] = max(bucket[5], y)
 
-    def last(self) -> float | None:
-        """The mean of the bucket that is farthest to the right."""
-        return _mean(self._buckets[max(self._buckets)]) if self._buckets else None
-
     def coarser(self, cap: int) -> Curve:
         """The same points in at most `cap` buckets."""
         other = Curve(cap)
@@ -83,3 +84,43 @@ class Curve:
 
 def _mean(bucket: list[float]) -> float | None:
     return min(max(bucket[3] / bucket[1], bucket[4]), bucket[5]) if bucket[1] else None  # sums are rounded
+
+
+class VectorCurve:
+    """Vectors of one length over time, by whole places, in at most `cap` buckets."""
+
+    def __init__(self, cap: int) -> None:
+        self.cap = cap
+        self.width = 1
+        self._buckets: dict[int, tuple[int, float, Array]] = {}  # by place // width: count, sum of times, of vectors
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def add(self, place: int, time: float, vector: Array) -> None:
+        self._put(place // self.width, (1, time, vector))
+        while len(self._buckets) > self.cap:
+            self.widen()
+
+    def coarser(self, cap: int) -> VectorCurve:
+        """The same vectors in at most `cap` buckets."""
+        other = VectorCurve(cap)
+        other.width, other._buckets = self.width, dict(self._buckets)
+        while len(other) > cap:
+            other.widen()
+        return other
+
+    def widen(self) -> None:
+        """Double the width of the buckets."""
+        self.width *= 2
+        buckets, self._buckets = self._buckets, {}
+        for key, bucket in buckets.items():
+            self._put(key // 2, bucket)
+
+    def sums(self) -> list[tuple[int, float, Array]]:
+        """The count, the sum of the times and the sum of the vectors of each bucket, in order."""
+        return [self._buckets[key] for key in sorted(self._buckets)]
+
+    def _put(self, key: int, more: tuple[int, float, Array]) -> None:
+        there = self._buckets.get(key)
+        self._buckets[key] = more if there is None else (there[0] + more[0], there[1] + more[1], there[2] + more[2])

@@ -28,7 +28,7 @@ MODULES = {"tune": "study"}
 """The modules under weft.serve.views that make their documents, where their names differ."""
 
 
-class Absent(WeftError):
+class NotFound(WeftError):
     """An address that leads to nothing."""
 
 
@@ -61,11 +61,11 @@ class RunSource:
         """The configuration and the manifest of the run."""
         return overview.details(self.path)
 
-    def view(self, view: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def view(self, view: str, query: Mapping[str, Any]) -> dict[str, Any]:
         """The document of a view."""
         with errors_as_weft(view):
             runs.signature(self.path)
-            found: dict[str, Any] = _module(view).document(self.path, **asked)
+            found: dict[str, Any] = _module(view).document(self.path, **query)
             return found
 
 
@@ -105,13 +105,13 @@ def safe(value: Any) -> Any:
 
 
 def parse_query(view: str, query: Mapping[str, str]) -> dict[str, Any]:
-    """The query of a view; `Absent` if there is no such view, `ConfigError` if a value cannot be read.
+    """The query of a view; `NotFound` if there is no such view, `ConfigError` if a value cannot be read.
 
     >>> parse_query("pipeline", {"from": "1.5", "color": "red"})
     {'from': 1.5}
     """
     if view not in VIEWS:
-        raise Absent(f"there is no view '{view}'{nearest(view, VIEWS)}")
+        raise NotFound(f"there is no view '{view}'{nearest(view, VIEWS)}")
     known = QUERY.get(view, {})
     return {name: known[name](value) for name, value in query.items() if name in known}
 
@@ -185,7 +185,7 @@ class Library:
         )
 
     def get(self, address: Address, query: Mapping[str, str] | None = None) -> Document:
-        """The document at an address; `Absent` if there is none, another `WeftError` if it cannot be made."""
+        """The document at an address; `NotFound` if there is none, another `WeftError` if it cannot be made."""
         match address:
             case ("runs",):
                 return self._made.get(address, self._all(), lambda: encode(self._list()))
@@ -193,12 +193,12 @@ class Library:
                 self._find(name)
                 return self._made.get(address, self._all(), lambda: encode(self._run(name)))
             case ("runs", name, view):
-                source, asked = self._find(name), parse_query(view, query or {})
-                key = (*address, *sorted(asked.items()))
-                return self._made.get(key, _signature(source), lambda: encode(source.view(view, asked)))
+                source, options = self._find(name), parse_query(view, query or {})
+                key = (*address, *sorted(options.items()))
+                return self._made.get(key, _signature(source), lambda: encode(source.view(view, options)))
             case ("plans", name):
                 return self._made.get(address, self.plans_signature(), lambda: encode(self._plan(name)))
-        raise Absent(f"there is nothing at '{url(address)}'")
+        raise NotFound(f"there is nothing at '{url(address)}'")
 
     def signatures(self) -> dict[str, str]:
         """A text for each run that changes with its files."""
@@ -221,7 +221,7 @@ class Library:
     def _find(self, name: str) -> RunSource:
         there = self._sources()
         if name not in there:  # a name is looked up and never becomes a path
-            raise Absent(f"there is no run '{name}' here{nearest(name, there) if len(there) < MANY else ''}")
+            raise NotFound(f"there is no run '{name}' here{nearest(name, there) if len(there) < MANY else ''}")
         return there[name]
 
     def _list(self) -> dict[str, Any]:
@@ -251,12 +251,12 @@ class Library:
     def _plan_list(self) -> list[dict[str, Any]]:
         from weft.serve.views import plan as plans
 
-        return plans.listed(self._plans) if self._plans is not None else []
+        return plans.list_plans(self._plans) if self._plans is not None else []
 
     def _plan(self, name: str) -> dict[str, Any]:
         there = {path.stem: path for path in self._plans.glob("*.json")} if self._plans is not None else {}
         if name not in there:
-            raise Absent(f"there is no plan '{name}' here{nearest(name, there) if len(there) < MANY else ''}")
+            raise NotFound(f"there is no plan '{name}' here{nearest(name, there) if len(there) < MANY else ''}")
         from weft.serve.views import plan as plans
 
         with errors_as_weft(f"plan '{name}'"):

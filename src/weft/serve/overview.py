@@ -39,7 +39,7 @@ def summary(run: Path, name: str, views: Sequence[str]) -> dict[str, Any]:
         "created": manifest.get("created") if isinstance(manifest.get("created"), str) else None,
         "device": manifest.get("device") if isinstance(manifest.get("device"), str) else None,
         **found,
-        "left_s": found["left_s"] if state == "running" else None,
+        "seconds_left": found["seconds_left"] if state == "running" else None,
         "steps": found["steps"] if found["steps"] is not None else whole_number(train.get("steps")),
         "stages": found["stages"] or whole_number(execution.get("stages", train.get("stages"))) or 1,
         "same": [],
@@ -49,7 +49,7 @@ def summary(run: Path, name: str, views: Sequence[str]) -> dict[str, Any]:
 
 def damaged(name: str, problem: str) -> dict[str, Any]:
     """The line about a run that cannot be read."""
-    none = dict.fromkeys(("created", "seconds", "steps", "left_s", "loss", "fingerprint", "device"))
+    none = dict.fromkeys(("created", "seconds", "steps", "seconds_left", "loss", "fingerprint", "device"))
     plain = {"kind": "train", "state": "damaged", "done": 0, "metrics": {}, "same": [], "stages": 1, "damaged": 0}
     return {"name": name, **plain, **none, "reason": problem, "views": []}
 
@@ -68,34 +68,34 @@ def with_duplicates(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def details(run: Path) -> dict[str, Any]:
-    """The configuration under flat names, as the run was described where it has none; and the rest of the manifest."""
+    """The configuration under flat names, or else the settings of the training; and the rest of the manifest."""
     manifest = read_manifest(run)
-    config = mapping(manifest.pop("config", None)) or described(manifest)
-    flat = flattened(config)
+    config = mapping(manifest.pop("config", None)) or run_settings(manifest)
+    flat = flatten(config)
     return {"config": dict(list(flat.items())[:KEYS]), "manifest": manifest}
 
 
-def described(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+def run_settings(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings that decide the bits of a run; manifests of format 1 have them under ``law``."""
     return mapping(manifest.get("train_config", manifest.get("law")))
 
 
 def is_gradient_search(manifest: Mapping[str, Any]) -> bool:
     """Whether the run trains weights and architecture together, by its manifest alone."""
-    known = described(manifest)
+    known = run_settings(manifest)
     return known.get("architecture_search", known.get("bilevel")) is not None
 
 
-def flattened(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     """Nested tables under dotted names.
 
-    >>> flattened({"train": {"steps": 3, "clip": None}, "data": "digits"})
+    >>> flatten({"train": {"steps": 3, "clip": None}, "data": "digits"})
     {'train.steps': 3, 'train.clip': None, 'data': 'digits'}
     """
     found: dict[str, Any] = {}
     for name, value in values.items():
         found.update(
-            flattened(value, f"{before}{name}.") if isinstance(value, dict) and value else {before + name: value}
+            flatten(value, f"{before}{name}.") if isinstance(value, dict) and value else {before + name: value}
         )
     return found
 
@@ -109,7 +109,7 @@ def _figures(reduced: RunProgress, study: Mapping[str, Any]) -> dict[str, Any]:
         "seconds": rounded(reduced.seconds),
         "done": reduced.done,
         "steps": reduced.steps,
-        "left_s": rounded(reduced.seconds_left()),
+        "seconds_left": rounded(reduced.seconds_left()),
         "loss": rounded(reduced.smooth("loss")),
         "metrics": metrics,
         "fingerprint": reduced.fingerprint,

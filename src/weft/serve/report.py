@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import RunError
-from weft.runs import Run, write_atomic
+from weft.runs import Run
 from weft.serve.library import VIEWS, Address, Library, RunSource, safe, url
-from weft.serve.views.plan import shown
+from weft.serve.views.plan import plan_document
+from weft.utils.files import write_atomic
 
 if TYPE_CHECKING:
     from weft.plan.plan import Plan
@@ -35,7 +36,7 @@ STYLE = re.compile(r'<link rel="stylesheet" href="([^"]+)">')
 
 def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
     """Write a report about runs, by default to report.html in the first; gives the file."""
-    sources = named([Run.open(path).path.resolve() for path in runs])
+    sources = run_sources([Run.open(path).path.resolve() for path in runs])
     file = runs[0] / "report.html" if out is None else out
     if not file.parent.is_dir():
         raise RunError(f"cannot write '{file}': there is no folder '{file.parent}'")
@@ -46,14 +47,14 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
 def write_plan(plan: Plan, out: Path) -> Path:
     """Write a report with one plan; gives the file."""
     found = {"root": "", "runs": [], "plans": [{"name": out.stem, "model": plan.model, "devices": plan.devices}]}
-    values = {url(("runs",)): found, url(("plans", out.stem)): safe(shown(plan.to_saved(), out.stem))}
+    values = {url(("runs",)): found, url(("plans", out.stem)): safe(plan_document(plan.to_saved(), out.stem))}
     if not out.parent.is_dir():
         raise RunError(f"cannot write '{out}': there is no folder '{out.parent}'")
     write_atomic(out, html(values))
     return out
 
 
-def named(paths: Sequence[Path]) -> dict[str, RunSource]:
+def run_sources(paths: Sequence[Path]) -> dict[str, RunSource]:
     """Runs by name; where two have the same name, their folders tell them apart."""
     found: dict[str, RunSource] = {}
     for path in dict.fromkeys(paths):
@@ -74,25 +75,25 @@ def documents(library: Library) -> dict[str, Any]:
             raise RunError(f"no report about run '{name}': {line['reason']}")
         addresses = [("runs", name), *(("runs", name, view) for view in line["views"] if view in VIEWS)]
         found.update({url(address): _read(library, address) for address in addresses})
-        found.update(_zoomed(library, name, found.get(url(("runs", name, "pipeline")))))
+        found.update(_window_document(library, name, found.get(url(("runs", name, "pipeline")))))
         search = url(("runs", name, "search"))
         for other in found.get(search, {}).get("searches", ()):
-            asked = url((other,)).removeprefix("/api/")
-            found[f"{search}?name={asked}"] = _read(library, ("runs", name, "search"), {"name": other})
+            query = url((other,)).removeprefix("/api/")
+            found[f"{search}?name={query}"] = _read(library, ("runs", name, "search"), {"name": other})
     return found
 
 
-def _zoomed(library: Library, name: str, whole: dict[str, Any] | None) -> dict[str, Any]:
+def _window_document(library: Library, name: str, whole: dict[str, Any] | None) -> dict[str, Any]:
     """For a run with too many operations, the document of a window in the middle, which the page shows when zoomed."""
     if not whole or not whole["real"]["buckets"]:
         return {}
     (begin, end), address = whole["total"], ("runs", name, "pipeline")
     for halves in range(1, HALVES):
         room = (end - begin) / 2 ** (halves + 1)
-        asked = {"from": str((begin + end) / 2 - room), "to": str((begin + end) / 2 + room)}
-        near = _read(library, address, asked)
+        window = {"from": str((begin + end) / 2 - room), "to": str((begin + end) / 2 + room)}
+        near = _read(library, address, window)
         if near["real"]["buckets"] is None:
-            return {f"{url(address)}?from={asked['from']}&to={asked['to']}": near}
+            return {f"{url(address)}?from={window['from']}&to={window['to']}": near}
     return {}
 
 

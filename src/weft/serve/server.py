@@ -14,7 +14,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 from importlib.util import find_spec
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlencode
 
 from weft.errors import ConfigError, WeftError, install_extra
-from weft.serve.library import Absent, Library
+from weft.serve.library import Library, NotFound
 from weft.serve.report import page_files
 
 if TYPE_CHECKING:
@@ -31,32 +31,36 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("weft.serve")
 
+LOCAL_HOSTS = ("localhost", "*.localhost", "127.0.0.1", "[::1]")
+"""The names of this machine."""
+
 
 def make_app(
     library: Library,
     token: str | None = None,
     *,
-    local: bool = True,
+    hosts: Sequence[str] = LOCAL_HOSTS,
     cookie: str = "weft-token",
     closing: Callable[[], bool] = lambda: False,
-    every: float = 0.5,
 ) -> App:
     """The ASGI application.
 
-    `local` says that the server listens on loopback alone; streams end once `closing` is true.
+    It answers only requests to one of `hosts`: a foreign page that had its name lead here (DNS rebinding) sends its
+    own. Streams end once `closing` is true.
     """
     require_serve()
     from fastapi import FastAPI
     from fastapi.responses import JSONResponse, StreamingResponse
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.routing import BaseRoute, Route
 
-    changes = Changes(library, every)
+    changes = Changes(library)
 
     def document(request: Request) -> Response:
         address = tuple(request.path_params["address"].split("/"))
         try:
             found = library.get(address, dict(request.query_params))
-        except Absent as problem:
+        except NotFound as problem:
             return JSONResponse({"error": _line(problem)}, 404)
         except (WeftError, OSError) as problem:
             return JSONResponse({"error": _line(problem)}, 422)
@@ -84,7 +88,8 @@ def make_app(
         Route("/{name:path}", page),
     ]
     app = FastAPI(routes=routes, docs_url=None, redoc_url=None, openapi_url=None)
-    return Guard(app, token, local, cookie)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
+    return Guard(app, token, cookie)
 
 
 def require_serve() -> None:
@@ -129,16 +134,13 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """An ASGI application around another one, which refuses what comes without the token or from a foreign page.
+    """An ASGI application around another one, which refuses requests that would change something or lack the token.
 
-    The token comes as `Authorization: Bearer`, as the cookie, or once as `?token=`, which sets the cookie. If `local`,
-    only requests to a name of this machine are answered: a foreign page that had its name lead here (DNS rebinding)
-    sends its own. Starlette's TrustedHostMiddleware knows single names and no networks such as 127.0.0.0/8.
+    The token comes as `Authorization: Bearer`, as the cookie, or once as `?token=`, which sets the cookie.
     """
 
     app: App
     token: str | None = None
-    local: bool = True
     cookie: str = "weft-token"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -151,9 +153,6 @@ class Guard:
         more: list[tuple[str, str]] = []
         if scope["method"] not in ("GET", "HEAD"):
             await _answer(send, 405, "this server only shows: use GET", [("allow", "GET, HEAD")])
-            return
-        if self.local and not is_loopback_name(headers.get("host", "")):
-            await _answer(send, 421, "this server answers only to a name of its own machine, such as localhost")
             return
         if self.token is None:
             pass
@@ -179,22 +178,6 @@ class Guard:
         except CookieError:
             return False
         return found is not None and _equal(found.value, self.token)
-
-
-def is_loopback_name(host: str) -> bool:
-    """Whether a Host header names this machine itself.
-
-    >>> hosts = ("localhost:8765", "127.0.0.1", "[::1]:80", "weft.example", "127.0.0.1.example")
-    >>> [is_loopback_name(host) for host in hosts]
-    [True, True, True, False, False]
-    """
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    if name.lower().rstrip(".") == "localhost" or name.lower().endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 def _equal(given: str, token: str | None) -> bool:
@@ -226,7 +209,7 @@ EVERY = 0.5
 BEAT = 15.0
 """Seconds of silence after which a comment is sent, so that the connection stays open."""
 
-KEPT = 1000
+LATEST = 1000
 """The most changes that are kept."""
 
 
@@ -237,34 +220,35 @@ class Changes:
     that its listeners know.
     """
 
-    def __init__(self, library: Library, every: float = EVERY) -> None:
+    def __init__(self, library: Library) -> None:
         self._library = library
-        self._every = every
         self._next = int(time.time() * 1000)
-        self._kept: deque[tuple[int, dict[str, Any]]] = deque(maxlen=KEPT)
-        self._seen: dict[str, str] | None = None
+        self._latest: deque[tuple[int, dict[str, Any]]] = deque(maxlen=LATEST)
+        self._signatures: dict[str, str] | None = None
         self._plans = ""
         self._listeners = 0
         self._task: asyncio.Task[None] | None = None
 
     def record(self, found: dict[str, str], plans: str) -> None:
         """Number the changes since the last call, from the signatures of the runs and the plans."""
-        if self._seen is not None:
-            if found.keys() != self._seen.keys() or plans != self._plans:
+        if self._signatures is not None:
+            if found.keys() != self._signatures.keys() or plans != self._plans:
                 self._add({"runs": True})
             for name, signature in found.items():
-                if self._seen.get(name) != signature:
+                if self._signatures.get(name) != signature:
                     self._add({"run": name, "revision": self._library.revision(name, signature)})
-        self._seen, self._plans = found, plans
+        self._signatures, self._plans = found, plans
 
     def since(self, last: int | None) -> list[tuple[int, dict[str, Any]]]:
         """The changes after a number; all runs without a number, or where it is too old."""
-        oldest = self._kept[0][0] if self._kept else self._next
+        oldest = self._latest[0][0] if self._latest else self._next
         if last is not None and oldest - 1 <= last < self._next:
-            return [change for change in self._kept if change[0] > last]
+            return [change for change in self._latest if change[0] > last]
         now = self._next - 1
         runs: list[dict[str, Any]] = [{"runs": True}]
-        runs += [{"run": name, "revision": self._library.revision(name, at)} for name, at in (self._seen or {}).items()]
+        runs += [
+            {"run": name, "revision": self._library.revision(name, at)} for name, at in (self._signatures or {}).items()
+        ]
         return [(now, change) for change in runs]
 
     async def listen(self, last: int | None, closing: Callable[[], bool]) -> AsyncIterator[bytes]:
@@ -275,15 +259,15 @@ class Changes:
                 await self._check()
                 self._task = self._task or asyncio.create_task(self._watch())
             yield b"retry: 2000\n\n"
-            spoke = time.monotonic()
+            sent = time.monotonic()
             while not closing():
                 for at, change in self.since(last):
-                    last, spoke = at, time.monotonic()
+                    last, sent = at, time.monotonic()
                     yield _event(at, change)
-                if time.monotonic() - spoke > BEAT:
-                    spoke = time.monotonic()
+                if time.monotonic() - sent > BEAT:
+                    sent = time.monotonic()
                     yield b": still here\n\n"
-                await asyncio.sleep(self._every / 2)
+                await asyncio.sleep(EVERY / 2)
         finally:
             self._listeners -= 1
 
@@ -293,7 +277,7 @@ class Changes:
                 began = time.monotonic()
                 await self._check()
                 # With many runs on a slow disk, checks take at most a tenth of the time.
-                await asyncio.sleep(max(self._every, 9 * (time.monotonic() - began)))
+                await asyncio.sleep(max(EVERY, 9 * (time.monotonic() - began)))
         finally:
             self._task = None
 
@@ -301,7 +285,7 @@ class Changes:
         self.record(*await asyncio.to_thread(lambda: (self._library.signatures(), self._library.plans_signature())))
 
     def _add(self, change: dict[str, Any]) -> None:
-        self._kept.append((self._next, change))
+        self._latest.append((self._next, change))
         self._next += 1
 
 
@@ -356,7 +340,7 @@ def make_server(listener: socket.socket, library: Library, token: str | None = N
     app = make_app(
         library,
         token,
-        local=is_loopback(at),
+        hosts=(*LOCAL_HOSTS, at) if is_loopback(at) else ("*",),
         cookie=f"weft-token-{port}",  # cookies hold for all ports of a host
         closing=lambda: server.should_exit,
     )

@@ -50,11 +50,6 @@ def busy_seconds(work: Busy, begin: float, end: float) -> float:
     return float(sum(np.maximum(parts, 0.0).tolist()))
 
 
-def busy_share(work: Busy, begin: float, end: float) -> float:
-    """The busy share of the time between two times."""
-    return busy_seconds(work, begin, end) / (end - begin) if end > begin else 0.0
-
-
 def busy_shares(work: Busy, edges: Numbers) -> Numbers:
     """The busy share between each two edges.
 

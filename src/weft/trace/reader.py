@@ -165,11 +165,10 @@ def read_traces(run_path: Path | str) -> Trace:
         with open(path, "rb") as lines:
             while piece := lines.readlines(PIECE):
                 files[number].add(b"".join(piece))
-    found = joined(files)
+    found = join_files(files)
     if found is None:
         raise RunError(
-            f"run '{run_path}' has no traces: they are written by a run with `trace = true` in its config, "
-            "or by weft.train(..., trace=True)"
+            f"run '{run_path}' has no traces: start it with --execution.trace=true, or weft.train(..., trace=True)"
         )
     if not any(len(stage.ops) for stage in found.stages):
         raise RunError(f"the traces of run '{run_path}' hold no operation yet: wait until its first steps are done")
@@ -193,7 +192,7 @@ class StageFile:
 
     def add(self, piece: bytes) -> None:
         """Take in whole lines; damaged and unknown ones are skipped."""
-        rows = parsed(piece)
+        rows = parse_rows(piece)
         begun = 0
         for place, row in enumerate(rows):
             if type(row) is dict:
@@ -217,7 +216,7 @@ class StageFile:
             self.starts.popitem(last=False)
 
 
-def joined(files: Mapping[int, StageFile]) -> Trace | None:
+def join_files(files: Mapping[int, StageFile]) -> Trace | None:
     """The last start in the files of a run; None where there is none.
 
     The file of the first stage says which start is the last; where it is lost, that of the next stage.
@@ -230,7 +229,7 @@ def joined(files: Mapping[int, StageFile]) -> Trace | None:
     return Trace(heads[0], tuple(stages), _simulated(heads[0], first))
 
 
-def parsed(piece: bytes) -> list[Any]:
+def parse_rows(piece: bytes) -> list[Any]:
     """The rows of whole lines, without damaged and unknown ones."""
     try:
         return _decoder.decode_lines(piece)

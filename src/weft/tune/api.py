@@ -57,6 +57,8 @@ def tune(
     given. Trials in ``enqueue`` come first; values that they lack are drawn. After Ctrl-C or a crash ``resume=True``
     continues a study. ``progress`` shows a live table; ``callback`` is called after everything that happens.
     """
+    if isinstance(config, Mapping):
+        raise TuneError("config is a StudyConfig; the manifest of a study takes no dictionary of its own any more")
     config, execution = merge_fields(config or StudyConfig(), execution or StudyExecution(), options)
     with ExitStack() as stack:
         callbacks = [] if callback is None else [callback]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
@@ -120,26 +120,16 @@ def trial_config(recipe: Recipe, params: Mapping[str, Value]) -> TrialConfig:
     dropout = params.get("dropout")
     if dropout is not None and (isinstance(dropout, bool | str) or not 0.0 <= dropout < 1.0):
         raise TuneError(f"choice 'dropout' = {dropout!r}: a dropout is a number from 0 to below 1")
-    return TrialConfig(
-        params=dict(params),
-        model=recipe.model,
-        source=recipe.data,
-        loss=recipe.loss,
-        metrics=dict(recipe.metrics),
-        objectives=recipe.objectives,
-        model_inputs=recipe.model_inputs,
-        steps=recipe.steps,
-        batch_size=recipe.batch_size,
-        optimizer=optimizer,
-        lr_schedule=schedule,
-        precision=recipe.precision,
-        dropout=None if dropout is None else float(dropout),
-        report_every=recipe.report_every,
-        checkpoint_every=recipe.report_every if recipe.checkpoint_every is None else recipe.checkpoint_every,
-        seed=recipe.seed,
-        microbatch_batchnorm=recipe.microbatch_batchnorm,
-        cuda_graphs=recipe.cuda_graphs,
-    )
+    given: dict[str, Any] = {
+        "params": dict(params),
+        "source": recipe.data,
+        "optimizer": optimizer,
+        "lr_schedule": schedule,
+        "dropout": None if dropout is None else float(dropout),
+        "checkpoint_every": recipe.report_every if recipe.checkpoint_every is None else recipe.checkpoint_every,
+    }
+    same = {entry.name for entry in fields(TrialConfig)} - given.keys()
+    return TrialConfig(**given, **{name: getattr(recipe, name) for name in same})
 
 
 def dropouts(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:

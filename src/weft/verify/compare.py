@@ -27,12 +27,12 @@ from weft.supernet import Chain, Factory, initialise
 from weft.supernet.partition import check_stages
 from weft.trainer.api import train
 from weft.trainer.config import Execution, Parts, RunConfig, TrainConfig, resolve
-from weft.verify.diagnose import KERNEL, UNKNOWN, Cause, Subject, kernel
+from weft.verify.diagnose import KERNEL, UNKNOWN, Cause, Suspect, kernel_cause
 from weft.verify.record import (
     PLACES,
     Difference,
     LayerUse,
-    Recorded,
+    RecordingFactory,
     RunRecord,
     first_difference,
     first_loss,
@@ -56,9 +56,9 @@ class RunVariant:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one way of training ended."""
+    """How one variant ended."""
 
-    way: RunVariant
+    variant: RunVariant
     folder: Path
     seconds: float
     fingerprint: str | None = None
@@ -91,39 +91,40 @@ class VerifyCase:
     chain: Chain
     step: TrainStep
 
-    def train(self, way: RunVariant, folder: Path, record: bool = False) -> Outcome:
-        """Trains it one way. An error that only this way meets is part of the outcome; an error that the run also has
-        on one device is raised."""
+    def train(self, variant: RunVariant, folder: Path, record: bool = False) -> Outcome:
+        """Trains one variant. An error that only this variant meets is part of the outcome; an error that the run also
+        has on one device is raised."""
         folder.mkdir()
         steps, cut = self.config.steps, self.execution.cut
         execution = replace(
             self.execution,
-            stages=way.stages,
-            cut=cut if cut is not None and len(cut) == way.stages - 1 else None,
+            stages=variant.stages,
+            cut=cut if cut is not None and len(cut) == variant.stages - 1 else None,
             max_restarts=0,
             # The replay of a graph would not call the hooks that record.
             cuda_graphs=self.execution.cuda_graphs and not record,
         )
-        kept = RunConfig(name="run", folder=folder, checkpoint_every=max(1, steps // 2) if way.resumed else steps)
+        every = max(1, steps // 2) if variant.resumed else steps
+        run = RunConfig(name="run", folder=folder, checkpoint_every=every)
         resume = False
-        net = Recorded(self.net, folder) if record else partial(fresh, self.net)
+        net = RecordingFactory(self.net, folder) if record else partial(fresh, self.net)
         began = time.perf_counter()
         fingerprint = error = None
         log.addFilter(_is_error)
         try:
-            if way.resumed and steps > 1:
+            if variant.resumed and steps > 1:
                 with suppress(_Stopped):
-                    train(net, self.data, self.config, execution=execution, run=kept, callbacks=[_stop_at_checkpoint])
+                    train(net, self.data, self.config, execution=execution, run=run, callbacks=[_stop_at_checkpoint])
                 resume = True
-            done = train(net, self.data, self.config, execution=execution, run=kept, resume=resume)
+            done = train(net, self.data, self.config, execution=execution, run=run, resume=resume)
             fingerprint = done.fingerprint
         except Exception as problem:
             error = str(problem)
-            if kernel(error) is None and (way == RunVariant(1) or not isinstance(problem, WeftError)):
+            if kernel_cause(error) is None and (variant == RunVariant(1) or not isinstance(problem, WeftError)):
                 raise
         finally:
             log.removeFilter(_is_error)
-        return Outcome(way, folder, time.perf_counter() - began, fingerprint, error)
+        return Outcome(variant, folder, time.perf_counter() - began, fingerprint, error)
 
     def layer_use(self) -> LayerUse:
         """Which layers every micro-batch uses."""
@@ -193,22 +194,22 @@ def verify_run(
     stages: Sequence[int],
     *,
     steps: int = STEPS,
-    on_way: Callable[[str], None] | None = None,
+    on_variant: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Trains the first steps on one stage, again with a stop and a resume in the middle, and on every number of stages.
 
     ``net``, ``data`` and the three ``parts`` of the configuration are those of ``weft.train``. ``equal`` says whether
     all ``rows`` have the fingerprint of the first. If not, ``difference`` has the first step and layer in which they
-    differ, and ``cause`` the likely cause, which is found by running that layer twice in one process. ``on_way`` gets
-    the name of each way before it is trained.
+    differ, and ``cause`` the likely cause, which is found by running that layer twice in one process. ``on_variant``
+    gets the name of each variant before it is trained.
     """
     case = make_case(net, data, parts, stages, steps)
-    say = on_way or (lambda name: None)
+    say = on_variant or (lambda name: None)
     found: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
-        for way in (RunVariant(1), RunVariant(1, resumed=True), *map(RunVariant, sorted(set(stages) - {1}))):
-            say(str(way))
-            found.append(case.train(way, Path(folder) / f"row{len(found)}"))
+        for variant in (RunVariant(1), RunVariant(1, resumed=True), *map(RunVariant, sorted(set(stages) - {1}))):
+            say(str(variant))
+            found.append(case.train(variant, Path(folder) / f"row{len(found)}"))
         first = found[0]
         failed = [outcome for outcome in found if outcome.error or outcome.fingerprint != first.fingerprint]
         verdict: dict[str, Any] = {
@@ -223,14 +224,15 @@ def verify_run(
             say("what differs")
             where, why = _explained(case, first, failed[0], Path(folder))
             what = "it is not known where" if where.place is None else PLACES[where.place]
-            verdict |= {"difference": {**asdict(where), "what": what, "run": str(failed[0].way)}, "cause": asdict(why)}
+            difference = {**asdict(where), "what": what, "run": str(failed[0].variant)}
+            verdict |= {"difference": difference, "cause": asdict(why)}
     return verdict
 
 
 def _row(outcome: Outcome, equal: bool) -> dict[str, Any]:
-    way = {"stages": outcome.way.stages, "resumed": outcome.way.resumed}
     return {
-        **way,
+        "stages": outcome.variant.stages,
+        "resumed": outcome.variant.resumed,
         "fingerprint": outcome.fingerprint,
         "equal": equal,
         "seconds": outcome.seconds,
@@ -244,41 +246,41 @@ def _explained(case: VerifyCase, first: Outcome, failed: Outcome, folder: Path) 
     def load() -> Any:
         return as_data(case.data, case.config.seed)
 
-    subject = Subject(case.net, load, case.step, case.execution)
+    suspect = Suspect(case.net, load, case.step, case.execution)
     if failed.error is not None:
-        return _error_explained(subject, failed)
-    ways = {"first": first.way, "second": failed.way}
-    pair = [case.train(way, folder / f"recorded-{name}", record=True) for name, way in ways.items()]
+        return _error_explained(suspect, failed)
+    variants = {"first": first.variant, "second": failed.variant}
+    pair = [case.train(variant, folder / f"recorded-{name}", record=True) for name, variant in variants.items()]
     where = first_difference(case.layer_use(), case.evidence(pair[0]), case.evidence(pair[1]))
     if where is not None:
-        return where, subject.cause(where) or _elsewhere(where, failed.way)
+        return where, suspect.cause(where) or _process_dependent(where, failed.variant)
     # With records, the same two runs agree: only the losses of the first ones are left to compare.
     step = first_loss(case.evidence(first), case.evidence(failed))
     where = Difference(case.config.steps - 1 if step is None else step, None, None)
-    return where, _gone(case)
+    return where, _not_reproduced(case)
 
 
-def _error_explained(subject: Subject, failed: Outcome) -> tuple[Difference, Cause]:
+def _error_explained(suspect: Suspect, failed: Outcome) -> tuple[Difference, Cause]:
     assert failed.error is not None
     try:
         step = next((event["at"] for event in failed.run.events.read() if event["event"] == "failed"), 0)
     except RunError:  # it had not begun
         step = 0
-    cause = kernel(failed.error)
+    cause = kernel_cause(failed.error)
     if cause is not None:
         layer = re.match(r".*?layer '(.*?)' fails", failed.error)
-        name = layer[1] if layer else next((n for n, wrong in subject.layers(step) if wrong), None)
+        name = layer[1] if layer else next((n for n, wrong in suspect.layers(step) if wrong), None)
         return Difference(step, name, "kernel"), cause
     where = Difference(0, None, "batch")
-    cause = subject.cause(where)
+    cause = suspect.cause(where)
     if cause is None:
-        raise PipelineError(f"on {failed.way}: {failed.error}")
+        raise PipelineError(f"on {failed.variant}: {failed.error}")
     return where, cause
 
 
-def _elsewhere(where: Difference, way: RunVariant) -> Cause:
+def _process_dependent(where: Difference, variant: RunVariant) -> Cause:
     part = "the batch" if where.place == "batch" else "the loss" if where.layer is None else f"layer '{where.layer}'"
-    why = f"{part} gives the same when it is done twice in one process, and another result on {way}"
+    why = f"{part} gives the same when it is done twice in one process, and another result on {variant}"
     threads = torch.get_num_threads()
     hint = "it may depend on its process (environment, number, order of files or sets) or on what ran before it there"
     if threads > 1:
@@ -286,7 +288,7 @@ def _elsewhere(where: Difference, way: RunVariant) -> Cause:
     return Cause(UNKNOWN, f"{why}: {hint}", "make it a function of its inputs alone")
 
 
-def _gone(case: VerifyCase) -> Cause:
+def _not_reproduced(case: VerifyCase) -> Cause:
     if torch.device(case.execution.device).type == "cuda" and case.execution.cuda_graphs:
         why = "without CUDA graphs the same runs agree"
         return Cause(KERNEL, why, "set execution.cuda_graphs = false, and report it with the layers that you use")

@@ -34,7 +34,7 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class Suspect:
     """The run under test."""
 
     net: Chain | Factory
@@ -100,7 +100,7 @@ class Subject:
         return Cause(IMPURE, f"two reads of batch {step} differ in '{name}'", remedy)
 
 
-def kernel(message: str) -> Cause | None:
+def kernel_cause(message: str) -> Cause | None:
     """The cause that torch itself names, if its message is about determinism."""
     if "use_deterministic_algorithms" not in message and "is not deterministic because" not in message:
         return None
@@ -128,7 +128,7 @@ def _twice(
             outputs = as_activations(run(tuple(x.clone() for x in leaves)), "it")  # a layer may work in place
             results.append([*(x.detach().clone() for x in outputs), *_gradients(outputs, [*leaves, *weights])])
         except RuntimeError as problem:
-            cause = kernel(str(problem))
+            cause = kernel_cause(str(problem))
             if cause is None:
                 raise
             return cause, inputs

@@ -127,7 +127,7 @@ def _weights(use: LayerUse, one: RunRecord, other: RunRecord) -> Iterator[tuple[
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ForwardDigests:
     """One forward of one layer, as digests."""
 
     inputs: str
@@ -136,7 +136,7 @@ class Seen:
     outputs: str
 
 
-Records = Mapping[tuple[int, str], Seen]
+Records = Mapping[tuple[int, str], ForwardDigests]
 """By micro-batch, counted over the run, and layer."""
 
 
@@ -146,7 +146,7 @@ def fresh(net: Chain | Factory) -> Chain:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordingFactory:
     """A factory of the same supernet whose layers write their digests into a folder, in any process."""
 
     net: Chain | Factory
@@ -157,9 +157,9 @@ class Recorded:
         for name in getattr(chain, "layers", ()):  # the caller refuses what is no chain
             module = chain.module(name)
             if isinstance(module, LazyLayer):
-                module.factory = _Listened(module.factory, self.folder)
+                module.factory = _RecordingLayer(module.factory, self.folder)
             else:
-                _listen(module, self.folder)
+                _record_layer(module, self.folder)
         return chain
 
 
@@ -172,29 +172,29 @@ def read_records(folder: Path, seed: int, use: LayerUse) -> Records:
             for name in names:
                 seeder.set(*divmod(n, use.microbatches), name)
                 numbers[torch.default_generator.initial_seed()] = n, name
-    found: dict[tuple[int, str], Seen] = {}
+    found: dict[tuple[int, str], ForwardDigests] = {}
     for file in sorted(folder.glob("*.jsonl")):
         for line in file.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
             place = numbers.get(record.pop("seed"))
             if place is not None:
-                found.setdefault(place, Seen(**record))
+                found.setdefault(place, ForwardDigests(**record))
     return found
 
 
 @dataclass(frozen=True)
-class _Listened:
+class _RecordingLayer:
     factory: Callable[[], nn.Module]
     folder: Path
 
     def __call__(self) -> nn.Module:
         module = self.factory()
         if isinstance(module, nn.Module):
-            _listen(module, self.folder)
+            _record_layer(module, self.folder)
         return module
 
 
-def _listen(module: nn.Module, folder: Path) -> None:
+def _record_layer(module: nn.Module, folder: Path) -> None:
     hook = _DigestHook(folder)
     module.register_forward_pre_hook(hook.before, prepend=True, with_kwargs=True)
     module.register_forward_hook(hook.after, with_kwargs=True)

@@ -1,4 +1,4 @@
-"""What is in the zoo: each space with its size and the parameters of its ends, worked out without a single weight."""
+"""The list of the zoo: each space with its size and the parameters of its ends, counted on the meta device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.supernet import Chain, build_on_meta
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One space. ``subnets`` is None where there are too many to count, parameters where they cannot be known."""
+    """One space. ``subnets`` is None where there are too many to count, parameters where they cannot be counted."""
 
     name: str
     subnets: int | None
@@ -64,7 +64,7 @@ def _parameters(chain: Chain, subnet: Subnet) -> int | None:
                 module = plain_module(module, subnet, carried, layer.extra_inputs)
                 carried = _outputs(module)
             total += sum(parameter.numel() for parameter in module.parameters())
-    except WeftError:  # a layer that takes several tensors, behind one of which nobody knows how many it gives
+    except WeftError:  # a layer that takes several tensors, behind a layer whose number of outputs is unknown
         return None
     return total
 

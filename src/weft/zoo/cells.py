@@ -58,7 +58,7 @@ def darts(
     ``all_edges`` gives the encoding of DARTS's search instead: 28 choices of eight operations, 8^28, all edges kept.
     ``partial=4`` is PC-DARTS; ``entangled``: kernels of 3 x 3 are the centres of those of 5 x 5; ``affine``: batch
     norms have gains and shifts, as in retraining but not in the published search. Extraction needs an example batch,
-    since two tensors travel along this chain.
+    since two tensors pass through this chain.
     """
     space = Space()
     conditions = {kind: _choices(space, kind, all_edges) for kind in KINDS}
@@ -79,8 +79,8 @@ def darts(
 
 
 class DartsCell(Module):
-    """Takes what the last two cells gave and gives what the last one gave and its own; the first takes the stem's
-    output as both, and the last gives its own alone."""
+    """Takes the outputs of the last two cells and returns those of the last one and its own; the first cell takes the
+    stem's output as both, and the last returns its own alone."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class DartsCell(Module):
 
 
 class Halved(Module):
-    """Half the resolution, by two convolutions that look at alternate pixels."""
+    """Half the resolution, by two convolutions over alternate pixels."""
 
     def __init__(self, inputs: int, outputs: int, affine: bool) -> None:
         super().__init__()

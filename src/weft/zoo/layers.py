@@ -8,7 +8,7 @@ from torch import Tensor, nn
 def conv_norm(
     inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1, relu: bool = True
 ) -> nn.Sequential:
-    """Convolution without bias, batch norm and, unless told otherwise, ReLU; keeps height and width at stride 1."""
+    """Convolution without bias, batch norm and, by default, ReLU; keeps height and width at stride 1."""
     layers: list[nn.Module] = [
         nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False),
         nn.BatchNorm2d(outputs),

@@ -127,7 +127,7 @@ class ElasticSizes:
 
 
 def fill(module: Any, **tensors: Tensor | None) -> None:
-    """Gives a module copies of these tensors as its parameters; None stands for what it does not have."""
+    """Gives a module copies of these tensors as its parameters; None for what it does not have."""
     for name, tensor in tensors.items():
         own = getattr(module, name)
         if (tensor is None) != (own is None) or (tensor is not None and tensor.shape != own.shape):

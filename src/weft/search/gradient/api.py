@@ -79,12 +79,12 @@ class GradientSearchResult:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientSearchConfig:
-    """How weights and architecture are learned together, beside what TrainConfig says."""
+    """How weights and architecture are learned together; TrainConfig has the rest."""
 
     method: str | GradientMethod | SampledMethod = "drnas"
     """its name, or the method itself"""
     targets: str | Iterable[str] = ()
-    """what the subnet shall cost, within 2 %: `"parameters=5e6"`, `"flops=1e9"`"""
+    """what the subnet must cost, within 2 %: `"parameters=5e6"`, `"flops=1e9"`"""
     penalties: Sequence[Penalty] = ()
     """what else the loss of the architecture is to count"""
     architecture: Optimizer | None = None
@@ -319,7 +319,7 @@ def check_search(settings: GradientSearchConfig, method: GradientMethod | Sample
     if pick is not None and isinstance(method, SampledMethod):
         raise SearchError(f"'{method.name}' learns no mixture to pick from: leave pick out")
     if pick == "perturbation" and targets:
-        raise SearchError("pick 'perturbation' does not look at what a subnet costs: use 'likeliest' with targets")
+        raise SearchError("pick 'perturbation' ignores what a subnet costs: use 'likeliest' with targets")
     if not isinstance(metrics, Mapping) or not all(callable(metric) for metric in metrics.values()):
         raise SearchError(f'metrics are functions by name, such as {{"accuracy": weft.accuracy}}, not {metrics!r}')
     texts = [targets] if isinstance(targets, str) else targets

@@ -24,24 +24,24 @@ def outputs_of(seen: tuple[Tensor, ...]) -> Any:
 
 
 def mixture_of(layout: Layout, vector: Tensor) -> Mixture:
-    """The mixture that a vector of probabilities stands for."""
+    """The mixture of a vector of probabilities."""
     parts = torch.split(vector, [count for _, count in layout])
     return Mixture.unchecked(None, {name: part for (name, _), part in zip(layout, parts, strict=True)})
 
 
 @dataclass(frozen=True)
 class MixedLoss:
-    """The user's loss, and a pull of the expected costs to their targets."""
+    """The user's loss plus a penalty for expected costs that are off their targets."""
 
     loss: Loss
     layout: Layout
     targets: Sequence[Target | Penalty] = ()
     method: str = ""
-    """How the probabilities come about; so a run tells its method, and is not resumed with another."""
+    """The method that makes the probabilities: part of the manifest, so that a run is not resumed with another."""
 
     def __call__(self, seen: tuple[Tensor, ...], batch: Batch) -> Tensor:
         loss = self.loss(outputs_of(seen), batch)
-        if self.targets and seen[-1].requires_grad:  # only steps that train the architecture feel it
+        if self.targets and seen[-1].requires_grad:  # only steps that train the architecture
             mixture = mixture_of(self.layout, seen[-1])
             for target in self.targets:
                 loss = loss + target.penalty(mixture).to(loss.dtype)

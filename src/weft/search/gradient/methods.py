@@ -34,20 +34,20 @@ class GradientMethod(Protocol):
         ...
 
     def __call__(self, alpha: Tensor, training: bool, progress: Tensor | None) -> Tensor:
-        """Probabilities that come to 1, differentiable; without noise unless it trains."""
+        """Probabilities that sum to 1, differentiable; without noise unless it trains."""
         ...
 
 
 def default_warmup(method: GradientMethod, steps: int) -> int:
-    """The steps that train the weights alone, where a user does not say: the method's ``warm`` share of all, if any."""
+    """The steps that train the weights alone by default: the method's ``warm`` share of all, if any."""
     return int(steps * getattr(method, "warm", 0.0)) // 2 * 2
 
 
 def default_optimizer(method: GradientMethod, steps: int) -> Optimizer:
-    """The architecture's, where a user does not say.
+    """The default optimizer of the architecture.
 
-    Adam moves a parameter by about its rate a step. With that of DARTS, made for runs of many thousand steps, nothing
-    is decided in a short one: a method that is ``quick`` gets a rate that lets parameters go as far in any run.
+    Adam moves a parameter by about its learning rate a step. With the rate of DARTS, made for runs of many thousand
+    steps, probabilities hardly change in a short run: a method that is ``quick`` gets a higher rate there.
     """
     usual = Bilevel().optimizer
     if not getattr(method, "quick", False):
@@ -60,7 +60,7 @@ PICKS = ("likeliest", "perturbation")
 
 
 def default_pick(method: GradientMethod) -> str:
-    """Where a user does not say: the method's ``pick``, if it has one."""
+    """The default: the method's ``pick``, if it has one."""
     pick = getattr(method, "pick", PICKS[0])
     if pick not in PICKS:
         raise SearchError(f"pick of '{method.name}' is {' or '.join(map(repr, PICKS))}, not {pick!r}")
@@ -181,7 +181,7 @@ class Darts:
 
 @dataclass(frozen=True, slots=True)
 class SandwichRule:
-    """``random`` subnets beside the largest and the smallest, as micro-batches of one step; the largest teaches."""
+    """``random`` subnets, the largest and the smallest, as micro-batches of one step; the largest teaches."""
 
     random: int = 2
     name: str = "sandwich"

@@ -8,20 +8,21 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from weft.errors import RunError, WeftError
 from weft.runs import events as run_events
-from weft.runs import read_json
+from weft.serve.downsample import VectorCurve
 from weft.serve.event_log import LineSummary, SummaryCache
-from weft.serve.fields import is_number, mapping, read_mapping
+from weft.serve.fields import finite, mapping, read_mapping, whole_number
 from weft.serve.views.offload import device_memory
 from weft.serve.views.schedule import in_window, load_trace, real_rows, simulated_rows
-from weft.trace.analysis import Waits, busy, busy_share, busy_shares, simulation_error, wait_shares, waits_of
+from weft.trace.analysis import Waits, busy, busy_shares, simulation_error, wait_shares, waits_of
 from weft.trace.reader import StageTrace, Trace
+from weft.utils.files import read_json
 from weft.utils.units import parse_bytes
 
 SPANS = 5000
@@ -92,7 +93,7 @@ def _document(run: Path, events: PipelineEvents, query: Mapping[str, Any]) -> di
 
 
 def _untraced(events: PipelineEvents, remedy: str) -> dict[str, Any]:
-    columns = zip(*(shares for _, shares in events.busy), strict=True)
+    columns = zip(*(shares / count for count, _, shares in events.busy.sums()), strict=True)
     known = [[share for share in column if not math.isnan(share)] for column in columns]
     means = [sum(column) / len(column) if column else math.nan for column in known]
     return {
@@ -115,11 +116,11 @@ def _untraced(events: PipelineEvents, remedy: str) -> dict[str, Any]:
 def _window(query: Mapping[str, Any], total: float) -> Window:
     """The part of the time that the query asks for."""
     try:
-        asked = [float(query[name]) if query.get(name) is not None else None for name in ("from", "to")]
+        given = [float(query[name]) if query.get(name) is not None else None for name in ("from", "to")]
     except (TypeError, ValueError):
-        asked = [math.nan, None]
-    low, high = (0.0 if asked[0] is None else asked[0]), (total if asked[1] is None else asked[1])
-    if not (math.isfinite(low) and math.isfinite(high) and (low < high or asked == [None, None])):
+        given = [math.nan, None]
+    low, high = (0.0 if given[0] is None else given[0]), (total if given[1] is None else given[1])
+    if not (math.isfinite(low) and math.isfinite(high) and (low < high or given == [None, None])):
         raise RunError(
             f"the window from {query.get('from')} to {query.get('to')} is empty: give seconds since the first "
             "operation, `from` below `to`"
@@ -150,7 +151,7 @@ def _stages(trace: Trace, waits: list[Waits], config: Mapping[str, Any]) -> list
     bounds = [0, *cut, None] if len(cut) == len(trace.stages) - 1 else None
     found = []
     for number, stage in enumerate(trace.stages):
-        worked = busy_share(busy(stage), trace.begin, trace.end)
+        worked = float(busy_shares(busy(stage), np.array([trace.begin, trace.end]))[0])
         shares = wait_shares(trace, number, waits[number], window)
         found.append(
             {
@@ -165,18 +166,18 @@ def _stages(trace: Trace, waits: list[Waits], config: Mapping[str, Any]) -> list
 
 
 def _busy_over_time(events: PipelineEvents, begin: float) -> dict[str, Any]:
-    points = events.busy
-    if points:
-        points = thinned(points, max(FIGURES // len(points[0][1]), 2))
-    stages = [[_share(value) for value in own] for own in zip(*(values for _, values in points), strict=True)]
-    return {"time": [round(time - begin, 3) for time, _ in points], "stages": stages}
+    rows = events.busy.sums()
+    if rows:
+        rows = events.busy.coarser(max(FIGURES // len(rows[0][2]), 2)).sums()
+    stages = [[_share(value) for value in own] for own in zip(*(sums / count for count, _, sums in rows), strict=True)]
+    return {"time": [round(time / count - begin, 3) for count, time, _ in rows], "stages": stages}
 
 
 def _budgets(events: PipelineEvents, config: Mapping[str, Any], trace: Trace) -> list[int | None]:
     """Bytes that the layers of each stage may take on its device."""
     budgets = [row.get("budget") for row in events.offload]
     if len(budgets) == len(trace.stages):
-        return [int(value) if _is_number(value) else None for value in budgets]
+        return [whole_number(value) for value in budgets]
     given = mapping(config.get("offload", config.get("residency"))).get("budget")
     try:
         budget = int(parse_bytes(given, RunError)) if isinstance(given, str | int | float) else None
@@ -204,8 +205,8 @@ def _waits(trace: Trace) -> list[Waits]:
     return found
 
 
-POINTS = 400
-"""The most points of busy shares that are kept: where there are more, each two become one."""
+POINTS = 800
+"""The most points of busy shares that are kept."""
 
 # A step as runs write it, which need not be parsed to know its number.
 _STEP = re.compile(rb'\{"event": "step",.*?"step": (\d{1,15})[,}]')
@@ -221,9 +222,10 @@ class PipelineEvents(LineSummary):
         super().__init__()
         self._pieces: list[tuple[int, int, int, int]] = []  # offset, length, first and last step
         self.began: float | None = None
-        self.busy: list[tuple[float, list[float]]] = []
+        self.busy = VectorCurve(POINTS)
+        """Busy shares of the stages, NaN where a stage has written none, by the number of their event."""
         self.offload: list[dict[str, Any]] = []
-        self._every, self._pending = 1, list[tuple[float, list[float]]]()
+        self._count = self._stages = 0
 
     def subnets(self, path: Path, steps: Iterable[int]) -> dict[int, list[str]]:
         """The ids of the subnets of some steps, as far as the file of the events has them."""
@@ -252,7 +254,7 @@ class PipelineEvents(LineSummary):
 
         def total(*names: str) -> int:
             values = [next((row[name] for name in names if name in row), 0) for row in self.offload]
-            return sum(int(value) for value in values if _is_number(value))
+            return sum(whole_number(value) or 0 for value in values)
 
         uses, misses = total("uses"), total("misses")
         moved = {"loaded_bytes": total("loaded_bytes", "brought"), "evicted_bytes": total("evicted_bytes", "sent")}
@@ -274,13 +276,13 @@ class PipelineEvents(LineSummary):
             self._pieces.append((offset, len(piece), first, last))
 
     def _add_event(self, event: dict[str, Any]) -> None:
-        time, kind = event.get("time"), event.get("event")
-        if not _is_number(time):
+        time, kind = finite(event.get("time")), event.get("event")
+        if time is None:
             return
         if self.began is None:
-            self.began = float(time)
+            self.began = time
         if kind == "pipeline":
-            self._add_busy(float(time), event.get("busy", event.get("utilisation")))
+            self._add_busy(time, event.get("busy", event.get("utilisation")))
         elif kind in ("offload", "residency"):
             self._add_offload(event.get("stages"))
         elif kind == "finished":
@@ -289,20 +291,13 @@ class PipelineEvents(LineSummary):
     def _add_busy(self, time: float, values: object) -> None:
         if not isinstance(values, list) or not 0 < len(values) <= 4096:
             return
-        if not all(value is None or _is_number(value) for value in values):
+        shares = [finite(value) for value in values]
+        if any(share is None and value is not None for share, value in zip(shares, values, strict=True)):
             return
-        shares = [math.nan if value is None else min(max(float(value), 0.0), 1.0) for value in values]
-        before = (self._pending or self.busy or [(time, shares)])[-1][1]
-        if len(shares) != len(before):  # a run that was resumed on other stages begins anew
-            self._pending, self.busy, self._every = [], [], 1
-        self._pending.append((time, shares))
-        if len(self._pending) < self._every:
-            return
-        self.busy += thinned(self._pending, 1)
-        self._pending = []
-        if len(self.busy) >= 2 * POINTS:
-            self._every *= 2
-            self.busy = thinned(self.busy, POINTS)
+        if len(shares) != self._stages:  # a run that was resumed on other stages begins anew
+            self.busy, self._count, self._stages = VectorCurve(POINTS), 0, len(shares)
+        self.busy.add(self._count, time, np.array(shares, dtype=float).clip(0.0, 1.0))
+        self._count += 1
 
     def _add_offload(self, stages: object) -> None:
         rows = [row for row in stages if isinstance(row, dict)] if isinstance(stages, list) else []
@@ -311,26 +306,8 @@ class PipelineEvents(LineSummary):
             self.offload = rows
 
 
-def thinned(points: list[tuple[float, list[float]]], most: int) -> list[tuple[float, list[float]]]:
-    """At most so many points: means of neighbours."""
-    each = -(-len(points) // most)
-    parts = [points[at : at + each] for at in range(0, len(points), each)] if each > 1 else [[own] for own in points]
-    return [
-        (
-            sum(time for time, _ in part) / len(part),
-            [sum(column) / len(part) for column in zip(*(values for _, values in part), strict=True)],
-        )
-        for part in parts
-    ]
-
-
 def _step(event: dict[str, Any]) -> int | None:
-    number = event.get("step") if event.get("event") == "step" else None
-    return number if isinstance(number, int) and 0 <= number < 2**53 else None
-
-
-def _is_number(value: Any) -> TypeGuard[int | float]:
-    return is_number(value) and abs(value) < 2**63
+    return whole_number(event.get("step")) if event.get("event") == "step" else None
 
 
 _events = SummaryCache(PipelineEvents)

@@ -5,7 +5,6 @@ Any file may lie among the plans, so each part is checked before it is shown.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +13,7 @@ from msgspec import Meta, Struct
 
 from weft.errors import PlanError, WeftError
 from weft.plan.saved import SavedCost, read_plan
+from weft.serve.fields import finite
 from weft.serve.views.plan_graph import graph, layer_costs, stage_memory
 from weft.serve.views.plan_layers import PlanOperator, nodes_of
 
@@ -32,7 +32,7 @@ Word = Annotated[str, Meta(max_length=1000)]
 Count = Annotated[int, Meta(ge=1, le=2**31)]
 
 
-class Compared(Struct):
+class ComparisonRow(Struct):
     name: Word
     mesh: Word = ""
     why: Word = ""
@@ -40,7 +40,7 @@ class Compared(Struct):
     memory: float | None = None
 
 
-class Saved(Struct):
+class PlanSummary(Struct):
     """The parts of a saved plan that are shown beside its operators."""
 
     model: Word
@@ -54,11 +54,10 @@ class Saved(Struct):
     splits: dict[str, list[str]]
     limit: float | None = None
     untried: int = 0
-    within: float | None = None
-    compared: Annotated[list[Compared], Meta(max_length=100)] = []
+    compared: Annotated[list[ComparisonRow], Meta(max_length=100)] = []
 
 
-def listed(folder: Path) -> list[dict[str, Any]]:
+def list_plans(folder: Path) -> list[dict[str, Any]]:
     """The plans in a folder by name; other files are ignored."""
     found = []
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
@@ -72,15 +71,15 @@ def listed(folder: Path) -> list[dict[str, Any]]:
 
 def document(plan: Path) -> dict[str, Any]:
     """The document of a plan. PlanError for a file that is none; ``note`` says why a graph is not shown."""
-    return shown(_read(plan), plan.stem)
+    return plan_document(_read(plan), plan.stem)
 
 
-def shown(raw: dict[str, Any], name: str) -> dict[str, Any]:
+def plan_document(raw: dict[str, Any], name: str) -> dict[str, Any]:
     """The document of the values of a saved plan."""
     saved = _checked(raw, name)
     operators, note = _operators(raw, saved)
     drawn = graph(operators, saved.mesh, saved.devices, saved.stages) if operators and note is None else None
-    cost, limit = saved.cost, _number(saved.limit)
+    cost, limit = saved.cost, finite(saved.limit)
     memory = stage_memory(operators, saved.devices, saved.stages, saved.microbatches) or {
         "fullest device": {"parameters with gradients and states": cost.parameters, "activations": cost.activations}
     }
@@ -94,18 +93,17 @@ def shown(raw: dict[str, Any], name: str) -> dict[str, Any]:
         "microbatches": saved.microbatches,
         "recompute": saved.recompute,
         "untried": saved.untried,
-        "within": _number(saved.within),
-        "seconds": {part: _number(max(getattr(cost, part), 0.0)) for part in ("compute", "communication", "bubble")},
-        "gap": _number(max(cost.step_time / cost.lower_bound - 1.0, 0.0)) if cost.lower_bound > 0 else 0.0,
+        "seconds": {part: finite(max(getattr(cost, part), 0.0)) for part in ("compute", "communication", "bubble")},
+        "gap": finite(max(cost.step_time / cost.lower_bound - 1.0, 0.0)) if cost.lower_bound > 0 else 0.0,
         "without_rule": sorted({operator.target for operator in operators if not operator.known})[:100],
         "graph": drawn,
         "note": note,
         "memory": [
-            {"device": device, "parts": {part: _number(value) for part, value in parts.items()}, "limit": limit}
+            {"device": device, "parts": {part: finite(value) for part, value in parts.items()}, "limit": limit}
             for device, parts in memory.items()
         ],
         "layers": layer_costs(operators, saved.stages, cost.compute, cost.communication),
-        "rows": _compared(saved, limit),
+        "comparisons": _compared(saved, limit),
     }
 
 
@@ -119,14 +117,14 @@ def _read(path: Path) -> dict[str, Any]:
     return read_plan(path)
 
 
-def _checked(raw: dict[str, Any], name: str) -> Saved:
+def _checked(raw: dict[str, Any], name: str) -> PlanSummary:
     try:
-        return msgspec.convert(raw, Saved)
+        return msgspec.convert(raw, PlanSummary)
     except (msgspec.ValidationError, RecursionError) as problem:
         raise PlanError(f"'{name}' is no plan that weft saved: {problem}") from problem
 
 
-def _operators(raw: dict[str, Any], saved: Saved) -> tuple[list[PlanOperator], str | None]:
+def _operators(raw: dict[str, Any], saved: PlanSummary) -> tuple[list[PlanOperator], str | None]:
     """The operators of a saved plan, and why their graph is not shown."""
     if raw.get("operators") is None:
         return [], NO_OPERATORS
@@ -147,13 +145,13 @@ def _operators(raw: dict[str, Any], saved: Saved) -> tuple[list[PlanOperator], s
     return found, None if count else "there is no operator to draw"
 
 
-def _compared(saved: Saved, limit: float | None) -> list[dict[str, Any]]:
+def _compared(saved: PlanSummary, limit: float | None) -> list[dict[str, Any]]:
     """The rows of the comparison: the plan and the alternatives."""
     cost = saved.cost
-    own = Compared("this plan", "x".join(map(str, saved.mesh)), "", cost.step_time, cost.memory)
+    own = ComparisonRow("this plan", "x".join(map(str, saved.mesh)), "", cost.step_time, cost.memory)
     found = []
     for row in (own, *saved.compared):
-        step, memory = _number(row.step), _number(row.memory)
+        step, memory = finite(row.step), finite(row.memory)
         found.append(
             {
                 "name": row.name,
@@ -164,11 +162,7 @@ def _compared(saved: Saved, limit: float | None) -> list[dict[str, Any]]:
                 "plan_is_faster": step / cost.step_time
                 if row is not own and step is not None and cost.step_time > 0
                 else None,
-                "why": row.why,
+                "reason": row.why,
             }
         )
     return found
-
-
-def _number(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

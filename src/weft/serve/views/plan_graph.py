@@ -37,7 +37,7 @@ def graph(operators: Sequence[PlanOperator], mesh: Sequence[int], devices: int, 
             "id": place,
             **_names(operators[place], group),
             "split": number[labels[place]],
-            **details(operators, place, copies, folded, mesh, stages),
+            **node_details(operators, place, copies, folded, mesh, stages),
         }
         for group in found
         for place, copies in zip(group.places, zip(*group.copies, strict=True), strict=True)
@@ -60,7 +60,7 @@ def graph(operators: Sequence[PlanOperator], mesh: Sequence[int], devices: int, 
 
 def columns(found: Sequence[LayerGroup]) -> Iterator[tuple[str, list[LayerGroup], list[int]]]:
     """Columns with their titles: small neighbours share one, and a tall layer has several."""
-    for column in _packed(found):
+    for column in _column_groups(found):
         places = [place for group in column for place in group.places]
         first, last = column[0].title, column[-1].title
         pieces = math.ceil(len(places) / TALL)
@@ -69,7 +69,7 @@ def columns(found: Sequence[LayerGroup]) -> Iterator[tuple[str, list[LayerGroup]
             yield first if first == last else f"{first} … {last}", column, part
 
 
-def _packed(found: Sequence[LayerGroup]) -> Iterator[list[LayerGroup]]:
+def _column_groups(found: Sequence[LayerGroup]) -> Iterator[list[LayerGroup]]:
     """Groups that share a column."""
     now: list[LayerGroup] = []
     for group in found:
@@ -88,7 +88,7 @@ def _packed(found: Sequence[LayerGroup]) -> Iterator[list[LayerGroup]]:
         yield now
 
 
-def details(
+def node_details(
     operators: Sequence[PlanOperator],
     place: int,
     copies: Sequence[int],
@@ -212,6 +212,7 @@ def layer_costs(
         rows.append(("sent between stages", 0.0, sent))
     if rest > 0:
         rows.append(("parameters that nothing reads", rest, 0.0))
+    rows = [row for row in rows if row[1] + row[2] > 0]
     total = math.fsum(row[1] + row[2] for row in rows)
     large = [row for row in rows if row[1] + row[2] >= LITTLE * total]
     if little := [row for row in rows if row[1] + row[2] < LITTLE * total]:

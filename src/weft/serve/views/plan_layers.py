@@ -156,16 +156,16 @@ def _owners(operators: Sequence[PlanOperator], is_node: Sequence[bool]) -> tuple
 
 def groups(operators: Sequence[PlanOperator], nodes: GraphNodes) -> list[LayerGroup]:
     """The groups in the order they run in, stage by stage; layers that are alike are one group."""
-    found = _groups_within(_Alike(operators, nodes), nodes.places, 1)
+    found = _groups_within(_GroupKeys(operators, nodes), nodes.places, 1)
     found.sort(key=lambda group: group.stage)
     return [replace(group, run=number) if group.times == 1 else group for number, group in enumerate(found)]
 
 
-def _groups_within(alike: _Alike, places: Sequence[int], depth: int) -> list[LayerGroup]:
+def _groups_within(keys_of: _GroupKeys, places: Sequence[int], depth: int) -> list[LayerGroup]:
     """The groups of some nodes by the numbers in their modules' paths, so many deep."""
-    plain = _split_by_module(alike.operators, places, depth)
+    plain = _split_by_module(keys_of.operators, places, depth)
     found: list[LayerGroup] = []
-    keys = [alike.number(group.places, group.modules[0] if group.is_layer else None) for group in plain]
+    keys = [keys_of.number(group.places, group.modules[0] if group.is_layer else None) for group in plain]
     for start, period, times in repeats(keys):
         for number in range(start, start + period):
             copies = plain[number : number + period * times : period]
@@ -176,7 +176,7 @@ def _groups_within(alike: _Alike, places: Sequence[int], depth: int) -> list[Lay
                 run = -1 - plain[start].places[0]
                 found.append(replace(group, modules=modules, copies=tuple(own.copies[0] for own in copies), run=run))
             elif len(group.places) > TALL_GROUP and group.is_layer:
-                inner = _groups_within(alike, group.places, depth + 1)
+                inner = _groups_within(keys_of, group.places, depth + 1)
                 found += inner if any(own.is_layer for own in inner) else [group]
             else:
                 found.append(group)
@@ -210,7 +210,7 @@ def layer_of(module: str, depth: int = 1) -> str:
     return ".".join(module.split(".")[: numbers[depth - 1] + 1]) if len(numbers) >= depth else ""
 
 
-class _Alike:
+class _GroupKeys:
     """Numbers that are equal for groups that are shown alike."""
 
     def __init__(self, operators: Sequence[PlanOperator], nodes: GraphNodes) -> None:

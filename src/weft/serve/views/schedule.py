@@ -12,7 +12,7 @@ import numpy as np
 
 from weft.serve.event_log import LogTail, Lru
 from weft.trace.analysis import CAUSES, Waits, op_at, source_of
-from weft.trace.reader import Numbers, StageFile, StageTrace, Trace, joined, trace_files
+from weft.trace.reader import Numbers, StageFile, StageTrace, Trace, join_files, trace_files
 
 Row = list[Any]
 SubnetsOf = Callable[[Iterable[int]], Mapping[int, list[str]]]
@@ -164,7 +164,7 @@ class _TraceFolder:
                 del self._tails[number], self._files[number]
             read = [self._read(number, path) for number, path in there.items()]
             if gone or any(read):
-                self._trace = joined(self._files)
+                self._trace = join_files(self._files)
             return self._trace
 
     def _read(self, number: int, path: Path) -> bool:

@@ -16,10 +16,10 @@ from weft.serve.overview import is_gradient_search
 from weft.serve.views.search_samples import (
     Point,
     ScoredSubnets,
+    best_first_order,
     choices,
     numbers,
     option_frequencies,
-    ordered,
     probabilities,
 )
 from weft.utils.files import read_json
@@ -58,7 +58,7 @@ def document(run: Path, name: str | None = None) -> dict[str, Any]:
     name = name or (usual if usual in fronts or not fronts else max(fronts, key=lambda one: _modified(fronts[one])))
     front, problem = _front(fronts.get(name))
     members = _members(front)
-    kept = _spread(members, min(MEMBERS, VALUES // max([1, *(len(p.values) for p in members)])))
+    kept = _evenly_spaced(members, min(MEMBERS, VALUES // max([1, *(len(p.values) for p in members)])))
     context = front.get("context")
     points, count = _scores.query(
         run / "results" / "scores.jsonl",
@@ -69,10 +69,10 @@ def document(run: Path, name: str | None = None) -> dict[str, Any]:
         "searches": sorted(fronts),
         "name": name,
         "objectives": [{"name": goal.name, "maximize": goal.maximize} for goal in goals],
-        "front": _shown(kept, front, _command(run, name, manifest)),
+        "front": _front_rows(kept, front, _command(run, name, manifest)),
         "scored": [{"id": point.id, "scores": _rounded(point.scores)} for point in points],
         "count": count,
-        "choices": option_frequencies(ordered(points, goals, rules), choices(front.get("choices"))),
+        "choices": option_frequencies(best_first_order(points, goals, rules), choices(front.get("choices"))),
         "probabilities": probabilities(run) if is_gradient_search(manifest) else None,
         "problem": problem,
     }
@@ -109,7 +109,9 @@ def _members(front: Mapping[str, Any]) -> list[Point]:
     return found
 
 
-def _shown(members: Sequence[Point], front: Mapping[str, Any], command: Sequence[str] | None) -> list[dict[str, Any]]:
+def _front_rows(
+    members: Sequence[Point], front: Mapping[str, Any], command: Sequence[str] | None
+) -> list[dict[str, Any]]:
     layers = {row["id"]: row.get("layers") for row in _rows(front)}
     shown, left = [], LAYERS
     for member in members:
@@ -162,7 +164,7 @@ def _goals(
         return goals, []
 
 
-def _spread(members: Sequence[Point], most: int) -> list[Point]:
+def _evenly_spaced(members: Sequence[Point], most: int) -> list[Point]:
     """At most so many, from the first to the last."""
     if len(members) <= most:
         return list(members)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from weft.runs.events import parse
+from weft.serve.downsample import VectorCurve
 from weft.serve.event_log import LineSummary, SummaryCache
 from weft.serve.fields import as_list, mapping, number, rounded, whole_number
 
@@ -125,7 +125,7 @@ def numbers(values: object) -> dict[str, float]:
     return {str(name): read for name, value in mapping(values).items() if (read := number(value)) is not None}
 
 
-def ordered(
+def best_first_order(
     points: Sequence[Point], objectives: Sequence[Objective], constraints: Sequence[Constraint] = ()
 ) -> list[Point]:
     """Best first: by the rank of their front, then by the first objective; subnets that break a constraint are last."""
@@ -157,7 +157,7 @@ def option_frequencies(best_first: Sequence[Point], choices: Choices = ()) -> li
     known = [point.values for point in best_first]
     best = known[: math.ceil(BEST * len(known))]
     result, left = [], OPTIONS
-    for name, options in choices or _seen(known):
+    for name, options in choices or _observed_options(known):
         left -= len(options)
         if left < 0 or not known:
             break
@@ -174,7 +174,7 @@ def option_frequencies(best_first: Sequence[Point], choices: Choices = ()) -> li
     return result
 
 
-def _seen(known: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
+def _observed_options(known: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
     found: dict[str, dict[tuple[str, Any], Any]] = {}
     for values in known:
         for name, value in values.items():
@@ -187,8 +187,6 @@ def _key(value: object) -> tuple[str, Any]:
     plain = isinstance(value, (str, int, float))
     return (type(value).__name__, value) if plain else ("", json.dumps(value, sort_keys=True))
 
-
-Array = npt.NDArray[np.float64]
 
 STEPS = 500
 NUMBERS = 30_000
@@ -210,19 +208,18 @@ def probabilities(run: Path) -> dict[str, Any] | None:
 
 
 class MixtureHistory(LineSummary):
-    """The mixture over the steps, in buckets that double in width whenever there are too many of them."""
+    """The mixture over the steps, in bounded memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self.choices: list[tuple[str, list[Any]]] = []
-        self.width = 1
-        self._buckets: dict[int, tuple[int, int, Array]] = {}  # by step // width: steps, sum of steps, sum of mixtures
-        self._turn = self._size = 0
+        self._mixtures: VectorCurve | None = None
+        self._lines = self._size = 0
 
     def add_line(self, line: bytes) -> None:
         if b'"mixture"' in line:
-            self._turn += 1
-            if self._turn % max(1, self.width // DENSE):
+            self._lines += 1
+            if self._mixtures is not None and self._lines % max(1, self._mixtures.width // DENSE):
                 return
             event = parse(line) or {}
             step, vector = whole_number(event.get("step")), event.get("mixture")
@@ -240,27 +237,17 @@ class MixtureHistory(LineSummary):
             return
         if found.ndim != 1 or not 0 < found.size <= LARGEST or not np.isfinite(found).all():
             return
-        if found.size != self._size and self._buckets:
-            return  # of another mixture than the first: damage
-        self._size = found.size
-        self._put(self._buckets, step // self.width, (1, step, found))
-        while len(self._buckets) > max(10, min(STEPS, NUMBERS // self._size)):
-            self.width *= 2
-            wider: dict[int, tuple[int, int, Array]] = {}
-            for key, bucket in self._buckets.items():
-                self._put(wider, key // 2, bucket)
-            self._buckets = wider
-
-    @staticmethod
-    def _put(buckets: dict[int, tuple[int, int, Array]], key: int, more: tuple[int, int, Array]) -> None:
-        there = buckets.get(key)
-        buckets[key] = more if there is None else (there[0] + more[0], there[1] + more[1], there[2] + more[2])
+        if self._mixtures is None:
+            self._size = found.size
+            self._mixtures = VectorCurve(max(10, min(STEPS, NUMBERS // self._size)))
+        if found.size == self._size:  # another size than that of the first mixture is damage
+            self._mixtures.add(step, step, found)
 
     def to_json(self) -> dict[str, Any] | None:
         """The document of the page."""
-        if not self._buckets or sum(len(options) for _, options in self.choices) != self._size:
+        if self._mixtures is None or sum(len(options) for _, options in self.choices) != self._size:
             return None
-        rows = [self._buckets[key] for key in sorted(self._buckets)]
+        rows = self._mixtures.sums()
         reach = len(rows) // (2 * WINDOW)
         means = []
         for at in range(len(rows)):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections import OrderedDict
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from weft.errors import SpaceError
 from weft.runs import run as lock
 from weft.runs.run import read_manifest
-from weft.serve.event_log import SummaryCache
+from weft.serve.event_log import Lru, SummaryCache
 from weft.serve.fields import as_list, is_number, mapping, read_mapping, rounded, whole_number
-from weft.serve.views.study_events import JobBar, StudyEvents, TrialState, device_bars, listed, values_of
+from weft.serve.views.study_events import JobBar, StudyEvents, TrialState, device_bars, trial_rows, values_of
 from weft.utils.files import read_json
 
 if TYPE_CHECKING:
@@ -83,12 +82,12 @@ def observed_parameters(params: Iterable[Mapping[str, Any]]) -> list[Parameter]:
     >>> [one.name for one in observed_parameters([{"lr": 0.1, "width": 16}, {"lr": 0.2, "kind": "adam"}])]
     ['lr', 'width', 'kind']
     """
-    seen: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, dict[str, Any]] = {}
     for one in params:
         for name, value in one.items():
-            seen.setdefault(str(name), {})[json.dumps(value, sort_keys=True, default=str)] = value
+            by_name.setdefault(str(name), {})[json.dumps(value, sort_keys=True, default=str)] = value
     found = []
-    for name, values in seen.items():
+    for name, values in by_name.items():
         if all(is_number(value) for value in values.values()):
             found.append(Parameter(name, False, None, min(values.values()), max(values.values())))
         else:
@@ -99,12 +98,7 @@ def observed_parameters(params: Iterable[Mapping[str, Any]]) -> list[Parameter]:
 ALWAYS = 1000
 """With up to so many trials, importances are computed again at each end of a trial; with more, at each tenth more."""
 
-KEPT = 16
-
 Shares = dict[str, list[list[Any]]]
-
-_kept: OrderedDict[str, tuple[int, Shares]] = OrderedDict()
-_guard = threading.Lock()
 
 
 def importances(
@@ -115,20 +109,14 @@ def importances(
     ``key`` names the study. There are none without Optuna or without a space.
     """
     usable = [] if space is None else [trial for trial in trials if _fits(trial, space, len(objectives))]
-    with _guard:
-        count, found = _kept.get(key, (-1, {}))
-        if space is None or not usable:
-            return {}
-        if count == len(usable) or (len(usable) > ALWAYS and count <= len(usable) < 1.1 * count):
-            return found
-        made = _made(space, usable, objectives)
-        _kept[key] = (len(usable), made)
-        while len(_kept) > KEPT:
-            _kept.popitem(last=False)
-        return made
+    if space is None or not usable:
+        return {}
+    count = len(usable)
+    tenths = int(math.log(count / ALWAYS, 1.1)) if count > ALWAYS else 0
+    return _computed.get(key, f"{min(count, ALWAYS)} {tenths}", lambda: _shares(space, usable, objectives))
 
 
-def _made(space: Space, trials: Sequence[TrialState], objectives: Sequence[tuple[str, bool]]) -> Shares:
+def _shares(space: Space, trials: Sequence[TrialState], objectives: Sequence[tuple[str, bool]]) -> Shares:
     from weft.tune.study.storage import Direction, TrialRecord
     from weft.tune.study.study import importances as optuna_importances
 
@@ -183,12 +171,12 @@ class StudyView:
             "study": self.name,
             "objectives": [{"name": name, "maximize": up} for name, up in self.objectives],
             "parameters": [parameter.to_json() for parameter in parameters],
-            "trials": listed(self.trials, maximize),
+            "trials": trial_rows(self.trials, maximize),
             "count": len(self.trials) if self.count is None else self.count,
             "importances": importances(self.space, self.trials, self.objectives, key) or dict(self.importances or {}),
             "devices": device_bars(self.bars, self.devices or {}, self.began or 0.0),
             "began": self.began,
-            "fit": {way: fits.count(way) for way in dict.fromkeys(fits)},
+            "fit": {strategy: fits.count(strategy) for strategy in dict.fromkeys(fits)},
             "damaged": self.damaged,
         }
 
@@ -207,8 +195,8 @@ def document(run: Path) -> dict[str, Any]:
 def _of_run(run: Path, events: StudyEvents, running: bool) -> StudyView:
     manifest, result = read_mapping(run, read_manifest), read_mapping(run / "results" / "study.json", read_json)
     study, config, space = mapping(manifest.get("study")), mapping(manifest.get("config")), read_space(events.space)
-    ways = {**mapping(result.get("objectives")), **mapping(study.get("objectives"))}
-    names = [str(name) for name in as_list(study.get("names")) if name in ways] or list(ways)
+    directions = {**mapping(result.get("objectives")), **mapping(study.get("objectives"))}
+    names = [str(name) for name in as_list(study.get("names")) if name in directions] or list(directions)
     trials, bars = list(events.trials.values()), [*events.done, *events.running.values()]
     if not trials:
         rows = as_list(result.get("trials"))
@@ -221,7 +209,7 @@ def _of_run(run: Path, events: StudyEvents, running: bool) -> StudyView:
     ]
     return StudyView(
         name=str(manifest.get("name") or run.name),
-        objectives=[(name, ways[name] == "maximize") for name in names],
+        objectives=[(name, directions[name] == "maximize") for name in names],
         trials=trials,
         bars=bars,
         space=space,
@@ -244,3 +232,4 @@ def _trial_of_result(row: Mapping[str, Any], names: Sequence[str]) -> TrialState
 
 
 _events = SummaryCache(StudyEvents)
+_computed: Lru[Shares] = Lru(16)

@@ -40,7 +40,7 @@ class TrialState:
     reports: dict[int, list[float | None]] = field(default_factory=dict)
     """By step, one value an objective."""
     fit: str | None = None
-    why: str | None = None
+    error: str | None = None
 
     def report(self, at: int, values: list[float | None]) -> None:
         self.reports[at] = values
@@ -59,7 +59,7 @@ class TrialState:
         self.attempts = whole_number(notes.get("attempts")) or self.attempts
         self.fused = whole_number(notes.get("fused")) or self.fused
         self.fit = str(fit.get("strategy", fit.get("way"))) if isinstance(fit, Mapping) else None
-        self.why = error.strip().splitlines()[-1][:300] if isinstance(error, str) and error.strip() else None
+        self.error = error.strip().splitlines()[-1][:300] if isinstance(error, str) and error.strip() else None
 
     def to_json(self, reports: int) -> dict[str, Any]:
         """The row of the page, with at most about so many reports, the last among them."""
@@ -78,17 +78,17 @@ class TrialState:
             "attempts": self.attempts,
             "reports": [[step, rounded(self.reports[step][0])] for step in kept if self.reports[step]],
             "fit": self.fit,
-            "why": self.why,
+            "error": self.error,
         }
 
 
-def listed(trials: Sequence[TrialState], maximize: bool) -> list[dict[str, Any]]:
+def trial_rows(trials: Sequence[TrialState], maximize: bool) -> list[dict[str, Any]]:
     """Rows by number; of too many, those that run, the best by the first objective, and others at even distances."""
     trials = sorted(trials, key=lambda trial: trial.number)
     if len(trials) > SHOWN:
         values = {t.number: t.values[0] for t in trials if t.state == "complete" and t.values}
-        judged = sorted((-value if maximize else value, at) for at, value in values.items() if value is not None)
-        kept = {at for _, at in judged[:BEST]}
+        best = sorted((-value if maximize else value, at) for at, value in values.items() if value is not None)
+        kept = {at for _, at in best[:BEST]}
         kept |= set([trial.number for trial in trials if trial.state in ("waiting", "running")][:BEST])
         others = [trial.number for trial in trials if trial.number not in kept]
         left = min(SHOWN - len(kept), len(others))
@@ -161,11 +161,11 @@ def numbered(names: Sequence[str]) -> list[str]:
     >>> numbered(["local/cpu", "local/cpu"])
     ['local/cpu', 'local/cpu (2)']
     """
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     found = []
     for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+        counts[name] = counts.get(name, 0) + 1
+        found.append(name if counts[name] == 1 else f"{name} ({counts[name]})")
     return found
 
 

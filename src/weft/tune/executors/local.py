@@ -98,10 +98,6 @@ class LocalExecutor:
         for worker in list(self._workers):
             self._retire(worker)
 
-    def processes(self) -> dict[str, list[int]]:
-        """The process ids of every job that runs, rank by rank."""
-        return {id: [int(worker.process.pid or 0) for worker in running.workers] for id, running in self._jobs.items()}
-
     def _is_free(self, worker: WorkerHandle) -> bool:
         """Its last job is over, even if it has not reported so yet: it starts the next one when it has."""
         last = worker.job

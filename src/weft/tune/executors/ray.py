@@ -53,18 +53,18 @@ log = logging.getLogger("weft.tune")
 
 
 class RayExecutor:
-    """An `Executor` on a Ray cluster: the one at ``address``, or of RAY_ADDRESS, or a new one on this machine.
+    """An `Executor` on a Ray cluster: the one at RAY_ADDRESS, or a new one on this machine.
 
     A node's devices are its GPUs, or one CPU device where it has none; a node that comes later brings more.
     """
 
-    def __init__(self, spec: Any, *, address: str | None = None, threads: int = 1) -> None:
+    def __init__(self, spec: Any, *, threads: int = 1) -> None:
         self._ray = _ray()
         self._own = not self._ray.is_initialized()
         if self._own:
             quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": None}
             try:
-                self._ray.init(address=address, **quiet)
+                self._ray.init(**quiet)
             except (ConnectionError, ValueError, RuntimeError) as problem:
                 reason = " ".join(str(problem).split())[:200]
                 raise TuneError(f"no Ray cluster can be reached or started: {reason}; check RAY_ADDRESS") from None
@@ -135,10 +135,6 @@ class RayExecutor:
         self._devices.clear()
         if self._own:
             self._ray.shutdown()
-
-    def processes(self) -> dict[str, list[int]]:
-        """The process ids of every job that runs, rank by rank."""
-        return {id: self._ray.get([actor.pid.remote() for actor in run.workers]) for id, run in self._jobs.items()}
 
     def _receive(self, running: _RunningRayJob, ref: Any) -> None:
         rank = running.polls.pop(ref)

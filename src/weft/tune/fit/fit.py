@@ -23,7 +23,7 @@ from weft.space import Value
 from weft.tune.fit.loss_model import LossModule, build_meta, example_batch
 from weft.tune.fit.peaks import StepMemory, evaluates_midway, step_memory
 from weft.tune.jobs import After, Fit, FitStrategy
-from weft.tune.recipe import CONTINUOUS, Recipe, TrialConfig
+from weft.tune.recipe import CONTINUOUS, Recipe, TrialConfig, trial_config
 from weft.tune.training.cuda_graphs import can_capture
 from weft.tune.training.run_job import StudySpec
 from weft.tune.training.trainer import batch_norm
@@ -319,7 +319,7 @@ class Requirements:
 
 
 def requirements(
-    terms: StudySpec,
+    spec: StudySpec,
     params: Mapping[str, Value],
     memory: int | None,
     devices: int,
@@ -333,25 +333,23 @@ def requirements(
     Raises TuneError, with the figures, for one that fits nowhere. What cannot be traced, such as a model whose shapes
     depend on data, gets all of a device as it is. A function needs what its study says.
     """
-    if not isinstance(terms.objective, Recipe):
+    if not isinstance(spec.objective, Recipe):
         return Requirements(memory)
-    from weft.tune.recipe import trial_config
-
-    chosen = trial_config(terms.objective, params)
+    config = trial_config(spec.objective, params)
     if memory is None:
-        return Requirements(None, None, _shape(chosen) if fuse else None, architecture_key(params), chosen.steps)
+        return Requirements(None, None, _fusion_key(config) if fuse else None, architecture_key(params), config.steps)
 
-    chosen.data()  # made once, here, where tensors are real
+    config.data()  # made once, here, where tensors are real
     try:
-        found = fit(chosen, devices, memory, kind, after)
+        found = fit(config, devices, memory, kind, after)
     except PlanError as problem:
         log.warning("a trial with %s has a device to itself, not estimated: %s", architecture_key(params), problem)
-        return Requirements(None, None, None, architecture_key(params), chosen.steps, note=f"not estimated: {problem}")
+        return Requirements(None, None, None, architecture_key(params), config.steps, note=f"not estimated: {problem}")
     needed = min(_beyond(found.memory, kind), memory)
     # Fused trials keep all activations: what recomputes, or offloads, is small only while it does.
     fusable = after is None and found.strategy in ("whole", "accumulate") and found.memory <= memory * MAX_FUSED
-    shape = _shape(chosen) if fuse and fusable else None
-    return Requirements(needed, found, shape, architecture_key(params), chosen.steps)
+    key = _fusion_key(config) if fuse and fusable else None
+    return Requirements(needed, found, key, architecture_key(params), config.steps)
 
 
 def _beyond(memory: int, kind: str) -> int:
@@ -359,10 +357,10 @@ def _beyond(memory: int, kind: str) -> int:
     return int(memory * (1 + BEYOND)) + (TINY if kind == "cpu" else SLACK)
 
 
-def _shape(chosen: TrialConfig) -> str | None:
+def _fusion_key(config: TrialConfig) -> str | None:
     from weft.tune.fusion.compatibility import fusion_key
 
-    return fusion_key(chosen)
+    return fusion_key(config)
 
 
 def architecture_key(params: Mapping[str, Value]) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,8 @@ _TRIALS, _SAMPLES = 2, 2
 _HOST_DRAWS = "its model draws from Python's or NumPy's generator, where fused trials could not draw each its own"
 _tried: dict[tuple[Any, ...], str | None] = {}
 _logged: set[tuple[Any, ...]] = set()
+_functions: dict[int, Any] = {}
+"""Functions by identity, kept alive: several may share a name, as lambdas do."""
 
 
 def fusion_key(config: TrialConfig) -> str | None:
@@ -38,7 +40,8 @@ def fusion_key(config: TrialConfig) -> str | None:
     """
     with clear_polluted_caches(config.model, config.loss):
         shape = outline(config)
-        which = (shape, _identity(config.model), _identity(config.loss))  # functions may share a name, as lambdas do
+        which = (shape, id(config.model), id(config.loss))
+        _functions.update({id(config.model): config.model, id(config.loss): config.loss})
         if which not in _tried:
             _tried[which] = why_not(config)
             if _tried[which]:
@@ -166,23 +169,3 @@ def _digest(text: str) -> str:
 
 def _name(thing: Any) -> str:
     return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
-
-
-def _identity(function: Callable[..., Any]) -> Any:
-    """A key that is equal only for the same function, and that keeps the function alive."""
-    try:
-        hash(function)
-    except TypeError:
-        return _ById(function)
-    return function
-
-
-class _ById:
-    def __init__(self, thing: Any) -> None:
-        self._thing = thing
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and other._thing is self._thing
-
-    def __hash__(self) -> int:
-        return id(self._thing)

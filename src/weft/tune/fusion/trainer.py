@@ -261,16 +261,20 @@ class FusedTrainer:
 
     def _evaluate(self) -> list[tuple[float, ...]]:
         """The objectives of each trial on the validation part, as for a trial alone."""
+        with self._refuse_if_failed(), self._graphed.outside_graph():
+            return self._objectives()  # whose tensors are gone when it returns, as graphs want it
+
+    def _objectives(self) -> list[tuple[float, ...]]:
         common, model = self._common, self._model
         scores = self._forward.scores(len(self.alive))
         loader = Loader(self._validation, self._micro, 0, shuffle=False, device=self._device)
-        with self._refuse_if_failed(), self._graphed.outside_graph(), torch.no_grad(), closing(loader.all()) as batches:
+        with torch.no_grad(), closing(loader.all()) as batches:
             for batch in batches:
                 outputs = self._forward.outputs(model.parameters, model.fixed, batch)
                 for row, score in enumerate(scores):
                     with common.autocast(self._device):
                         score.add(_row(outputs, row), batch)
-            return [tuple(means[name] for name in common.objectives) for means in (one.means() for one in scores)]
+        return [tuple(means[name] for name in common.objectives) for means in (one.means() for one in scores)]
 
     def _resume(self) -> tuple[int, list[TrialCheckpoint]]:
         """The newest step that all trials have a checkpoint of, with these; trials that were done end here."""

@@ -144,16 +144,14 @@ class DistributedTrainer:
 
     def evaluate(self) -> tuple[float, ...]:
         """The objectives on the validation part, in host memory: the model is whole there, and on no device."""
+        config = self.config
         with self._limit.pause():
-            return self._evaluate_on_first()
-
-    def _evaluate_on_first(self) -> tuple[float, ...]:
-        restore(self._whole, *self._state(), {})
-        values = torch.zeros(len(self.config.objectives), dtype=torch.float64)
-        if dist.get_rank() == 0:
-            found = evaluate(self.config, self._whole.model, self._source, self.config.batch_size, torch.device("cpu"))
-            values.copy_(torch.tensor(found, dtype=torch.float64))
-        return tuple(self._from_first(values).tolist())
+            restore(self._whole, *self._state(), {})
+            values = torch.zeros(len(config.objectives), dtype=torch.float64)
+            if dist.get_rank() == 0:
+                found = evaluate(config, self._whole.model, self._source, config.batch_size, torch.device("cpu"))
+                values.copy_(torch.tensor(found, dtype=torch.float64))
+            return tuple(self._from_first(values).tolist())
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The model's state_dict, whole, and the hidden buffers that training changes; on every process."""
@@ -198,20 +196,14 @@ class DistributedTrainer:
     def _save(self, step: int, values: tuple[float, ...] | None) -> None:
         """The trial's checkpoint is whole, like that of a single device."""
         with self._limit.pause():
-            self._save_now(step, values)
-
-    def _save_now(self, step: int, values: tuple[float, ...] | None) -> None:
-        weights, buffers = (
-            {name.removeprefix("model."): value for name, value in found.items()} for found in self._state()
-        )
-        states = {} if values is not None else self._states(step)
-        if dist.get_rank() == 0:
-            save(
-                self._directory,
-                self._contract,
-                TrialCheckpoint(step, weights, states, self.losses[:step], values, buffers),
+            weights, buffers = (
+                {name.removeprefix("model."): value for name, value in found.items()} for found in self._state()
             )
-        dist.barrier()
+            states = {} if values is not None else self._states(step)
+            if dist.get_rank() == 0:
+                checkpoint = TrialCheckpoint(step, weights, states, self.losses[:step], values, buffers)
+                save(self._directory, self._contract, checkpoint)
+            dist.barrier()
 
     def _states(self, step: int) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state of every parameter, whole, gathered from the stages that hold them. A parameter that

@@ -6,16 +6,18 @@ import gc
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from weft.errors import WeftError
 from weft.tune.jobs import Ended, Fit, Job, Reported
-from weft.tune.recipe import Recipe
+from weft.tune.recipe import Recipe, trial_config
 from weft.tune.training.memory_limit import MemoryLimit, OutOfMemory
-from weft.tune.training.trainer import Pruned
+from weft.tune.training.trainer import Pruned, Result, train
 from weft.tune.trial import OUTPUT, Trial, finite, numbers
 from weft.utils import rng
 from weft.utils.rng import key
@@ -69,7 +71,7 @@ def run_job(job: Job, spec: StudySpec, device: str, rank: int, ask: Ask, tell: T
         state, error, needed = _state_of(problem)
         problem.__traceback__ = problem.__context__ = None  # it would keep every tensor of the training
     peak = needed or _peak(device)
-    _forget(device)
+    _release_memory(device)
     seconds = time.perf_counter() - began
     left = [Ended(job.id, number, state, None, error, peak, seconds) for number in job.trials if number not in ended]
     for event in [*held, *left]:
@@ -93,48 +95,62 @@ def _run(job: Job, spec: StudySpec, device: str, ask: Ask, end: Tell) -> None:
     def reporter(number: int) -> Callable[[int, tuple[float, ...]], bool]:
         return lambda step, values: ask(Reported(job.id, number, step, tuple(values)))
 
-    places = [folder(job, number) for number in job.trials]
+    folders = [folder(job, number) for number in job.trials]
     if not isinstance(spec.objective, Recipe):
-        for number, params, place in zip(job.trials, job.params, places, strict=True):
-            seed = key(spec.seed, "trial", number)
-            trial = Trial(
-                number, params, place, device, job.memory, _used(place), seed, spec.objectives, reporter(number)
-            )
-            complete(number, _called(spec.objective, trial))
+        for number, params, own in zip(job.trials, job.params, folders, strict=True):
+            resumed, seed = any(entry.name != OUTPUT for entry in own.iterdir()), key(spec.seed, "trial", number)
+            report = reporter(number)
+            trial = Trial(number, params, own, device, job.memory, resumed, seed, spec.objectives, report)
+            complete(number, _call(spec.objective, trial))
         return
-    from weft.tune.recipe import trial_config
 
     configs = [trial_config(spec.objective, params) for params in job.params]
-    with_memory: Mapping[str, Any] = {"device": device, "memory": job.memory}
-    if len(configs) > 1:
-        from weft.tune.fusion.trainer import train_fused
-
-        def leave(index: int, result: Any) -> None:
-            if result == "pruned":
-                end(Ended(job.id, job.trials[index], "pruned", seconds=time.perf_counter() - began))
-            else:
-                complete(job.trials[index], result.values, result.peak)
-
-        train_fused(
-            configs,
+    if len(configs) == 1:
+        result = _trainer(job.fit)(
+            configs[0],
             job.fit,
-            directories=places,
-            report=lambda index, step, values: reporter(job.trials[index])(step, values),
-            ended=leave,
-            **with_memory,
+            device=device,
+            memory=job.memory,
+            directory=folders[0],
+            report=reporter(job.trials[0]),
         )
+        complete(job.trials[0], result.values, result.peak)
         return
-    train = _split if _degree(job.fit) > 1 else _alone
-    result = train(configs[0], job.fit, directory=places[0], report=reporter(job.trials[0]), **with_memory)
-    complete(job.trials[0], result.values, result.peak)
+    from weft.tune.fusion.trainer import train_fused
+
+    def leave(index: int, result: Any) -> None:
+        if result == "pruned":
+            end(Ended(job.id, job.trials[index], "pruned", seconds=time.perf_counter() - began))
+        else:
+            complete(job.trials[index], result.values, result.peak)
+
+    train_fused(
+        configs,
+        job.fit,
+        device=device,
+        memory=job.memory,
+        directories=folders,
+        report=lambda index, step, values: reporter(job.trials[index])(step, values),
+        ended=leave,
+    )
 
 
-def _called(objective: Callable[[Trial], Any], trial: Trial) -> Any:
-    """On a GPU the allocator refuses more than the trial may take; elsewhere nothing holds a function to it."""
-    import torch
+def _trainer(fit: Fit | None) -> Callable[..., Result]:
+    if fit is None or fit.devices == 1:
+        return train
+    from weft.tune.training.distributed import train_split
 
+    return train_split
+
+
+def _call(objective: Callable[[Trial], Any], trial: Trial) -> Any:
+    """On a GPU the allocator refuses more than the trial may take; elsewhere nothing holds a function to it.
+
+    What it draws from a global generator depends on the trial alone, not on what this process ran before.
+    """
     limit = MemoryLimit(torch.device(trial.device), trial.memory)
-    _seed(trial.seed)
+    rng.seed(trial.seed)
+    torch.manual_seed(trial.seed)
     try:
         with limit:
             return objective(trial)
@@ -143,26 +159,6 @@ def _called(objective: Callable[[Trial], Any], trial: Trial) -> Any:
         if exceeded is None:
             raise
     raise exceeded
-
-
-def _used(place: Path) -> bool:
-    return any(entry.name != OUTPUT for entry in place.iterdir())
-
-
-def _alone(*args: Any, **kwargs: Any) -> Any:
-    from weft.tune.training.trainer import train
-
-    return train(*args, **kwargs)
-
-
-def _split(*args: Any, **kwargs: Any) -> Any:
-    from weft.tune.training.distributed import train_split
-
-    return train_split(*args, **kwargs)
-
-
-def _degree(fit: Fit | None) -> int:
-    return 1 if fit is None else fit.devices
 
 
 def _state_of(problem: BaseException) -> tuple[State, str, int | None]:
@@ -174,28 +170,14 @@ def _state_of(problem: BaseException) -> tuple[State, str, int | None]:
     return "failed", "".join(traceback.format_exception(problem)).strip(), None
 
 
-def _seed(seed: int) -> None:
-    """What draws from a global generator depends on the trial alone, not on what this process ran before."""
-    import torch
-
-    rng.seed(seed)
-    torch.manual_seed(seed)
-
-
 def _peak(device: str) -> int | None:
-    if not device.startswith("cuda"):
-        return None
-    import torch
-
-    return int(torch.cuda.max_memory_reserved(device))
+    return int(torch.cuda.max_memory_reserved(device)) if device.startswith("cuda") else None
 
 
-def _forget(device: str) -> None:
-    """Give back what the last trial held."""
+def _release_memory(device: str) -> None:
+    """Gives back what the last trial held."""
     sys.last_exc = sys.last_value = None  # type: ignore[attr-defined]
     gc.collect()
     if device.startswith("cuda"):
-        import torch
-
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

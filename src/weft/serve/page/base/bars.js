@@ -12,7 +12,7 @@ weft.bars = (rows, options = {}) => {
     "div.bars",
     {},
     rows.map((row) => {
-      const told = `${row.label}: ${row.parts.map((part) => `${part.name} ${part.words}`).join(", ")}${row.note ? `; ${row.note}` : ""}`;
+      const label = `${row.label}: ${row.parts.map((part) => `${part.name} ${part.words}`).join(", ")}${row.note ? `; ${row.note}` : ""}`;
       const parts = row.parts
         .filter((part) => row.twin || part.value > 0)
         .map((part) =>
@@ -22,13 +22,13 @@ weft.bars = (rows, options = {}) => {
           }),
         );
       const mark = weft.format.known(row.mark)
-        ? el("b", { title: row.marked || "", style: { left: width(row.mark) } })
+        ? el("b", { title: row.markTitle || "", style: { left: width(row.mark) } })
         : null;
       return el(
         "div.row",
         {},
         el("div.label", {}, row.label),
-        el(row.twin ? "div.bar.twin" : "div.bar", { role: "img", "aria-label": told }, parts, mark),
+        el(row.twin ? "div.bar.twin" : "div.bar", { role: "img", "aria-label": label }, parts, mark),
         el("div.note", {}, row.note ?? ""),
       );
     }),

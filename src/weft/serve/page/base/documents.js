@@ -3,7 +3,7 @@
 weft.documents = (() => {
   const inlined = document.getElementById("weft-documents");
   const own = inlined ? JSON.parse(inlined.textContent) : null;
-  const kept = new Map(); // address -> {tag, document}; the newest of what was asked for
+  const cache = new Map(); // address -> {tag, document}; the newest that were loaded
   const MOST = 40;
 
   class Problem extends Error {} // what is wrong with a document, in one line for a person
@@ -11,8 +11,8 @@ weft.documents = (() => {
 
   // Of a part of time, a report may hold one that has it in its middle.
   const near = (base, query) => {
-    const asked = new URLSearchParams(query);
-    const [from, to] = [Number(asked.get("from")), Number(asked.get("to"))];
+    const params = new URLSearchParams(query);
+    const [from, to] = [Number(params.get("from")), Number(params.get("to"))];
     return Object.entries(own).find(([address, { window }]) => {
       if (!address.startsWith(`${base}?from=`)) return false;
       const middle = (from + to) / 2;
@@ -30,7 +30,7 @@ weft.documents = (() => {
   // The document at an address; throws a Problem.
   const load = async (address) => {
     if (own) return fromPage(address);
-    const before = kept.get(address);
+    const before = cache.get(address);
     let answer;
     try {
       answer = await fetch(address.slice(1), {
@@ -46,9 +46,9 @@ weft.documents = (() => {
       throw new (answer.status === 404 ? Missing : Problem)(
         body.error || body.detail || `the server answered ${answer.status}`,
       );
-    kept.delete(address);
-    kept.set(address, { tag: answer.headers.get("ETag"), document: body });
-    if (kept.size > MOST) kept.delete(kept.keys().next().value);
+    cache.delete(address);
+    cache.set(address, { tag: answer.headers.get("ETag"), document: body });
+    if (cache.size > MOST) cache.delete(cache.keys().next().value);
     return body;
   };
 

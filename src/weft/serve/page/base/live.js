@@ -26,8 +26,8 @@ weft.live = (() => {
     source = new EventSource("api/stream");
     source.onopen = () => say("live", "changes are shown as they happen");
     source.addEventListener("changed", (event) => {
-      const told = JSON.parse(event.data);
-      waiting.add(told.runs ? "" : told.run);
+      const change = JSON.parse(event.data);
+      waiting.add(change.runs ? "" : change.run);
       soon();
     });
     source.onerror = () => {

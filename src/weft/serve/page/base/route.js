@@ -20,9 +20,9 @@ weft.route = (() => {
   };
   // {view, name, query}: "#/run/conv/search?name=second"
   const parsed = () => {
-    const [path, asked = ""] = location.hash.replace(/^#\/?/, "").split("?");
+    const [path, search = ""] = location.hash.replace(/^#\/?/, "").split("?");
     const [kind = "", name = "", view = ""] = path.split("/");
-    const query = Object.fromEntries(new URLSearchParams(asked));
+    const query = Object.fromEntries(new URLSearchParams(search));
     if (kind === "compare") return { view: "compare", name, query };
     if (kind === "plan") return { view: "plan", name: decoded(name), query };
     if (kind === "run") return { view: view || first(decoded(name)), name: decoded(name), query, run: true };
@@ -124,8 +124,8 @@ weft.route = (() => {
     if (JSON.stringify(list) !== before && document.activeElement !== picker) dress(route);
     if (!shown) return names.has(route.name) || names.has("*") || names.has("") ? show() : null;
     const gone = route.run && !list.runs.some((own) => own.name === route.name);
-    const told = route.view === "plan" ? names.has("") : route.name.split(",").some((name) => names.has(decoded(name)));
-    const concerned = names.has("*") || route.view === "runs" || gone || told;
+    const isNamed = route.view === "plan" ? names.has("") : route.name.split(",").some((name) => names.has(decoded(name)));
+    const concerned = names.has("*") || route.view === "runs" || gone || isNamed;
     if (!concerned) return;
     const [own, now] = [turn, shown];
     try {

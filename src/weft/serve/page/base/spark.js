@@ -1,16 +1,16 @@
 // A small loss curve of a run, loaded when it comes into sight.
 "use strict";
-weft.spark = (run, kept) => {
-  const had = kept.get(run.name);
+weft.spark = (run, cache) => {
+  const had = cache.get(run.name);
   const place = had?.place ?? document.createElementNS("http://www.w3.org/2000/svg", "svg");
   if (had?.revision === run.revision) return place;
-  kept.set(run.name, { revision: run.revision, place });
+  cache.set(run.name, { revision: run.revision, place });
   place.setAttribute("class", "spark");
   if (!run.views?.includes("curves")) return place;
   place.setAttribute("viewBox", "0 0 130 26");
   place.setAttribute("aria-hidden", "true");
-  const watcher = new IntersectionObserver(async (seen) => {
-    if (!seen.some((own) => own.isIntersecting)) return;
+  const watcher = new IntersectionObserver(async (entries) => {
+    if (!entries.some((own) => own.isIntersecting)) return;
     watcher.disconnect();
     const curves = await weft.load(weft.documents.ofRun(run.name, "curves")).catch(() => null);
     const line = curves?.series.find((own) => own.name === "loss" && own.of === "train") ?? curves?.series[0];

@@ -4,13 +4,13 @@ weft.theme = (() => {
   const root = document.documentElement;
   const system = matchMedia("(prefers-color-scheme: dark)");
   const listeners = new Set();
-  let asked = null;
+  let chosen = null;
   try {
-    asked = localStorage.getItem("weft-theme");
+    chosen = localStorage.getItem("weft-theme");
   } catch {} // a page from disk may have no storage
 
   const set = () => {
-    root.dataset.theme = asked || (system.matches ? "dark" : "light");
+    root.dataset.theme = chosen || (system.matches ? "dark" : "light");
     const button = document.getElementById("theme");
     button.textContent = root.dataset.theme === "dark" ? "☀" : "☾";
     button.setAttribute("aria-label", root.dataset.theme === "dark" ? "use the light theme" : "use the dark theme");
@@ -18,9 +18,9 @@ weft.theme = (() => {
   };
   system.addEventListener("change", set);
   document.getElementById("theme").onclick = () => {
-    asked = root.dataset.theme === "dark" ? "light" : "dark";
+    chosen = root.dataset.theme === "dark" ? "light" : "dark";
     try {
-      localStorage.setItem("weft-theme", asked);
+      localStorage.setItem("weft-theme", chosen);
     } catch {}
     set();
   };

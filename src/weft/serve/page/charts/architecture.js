@@ -15,7 +15,7 @@ weft.architecture = (member, objectives, closed) => {
   const colour = (own) => (own.shared ? "var(--faint)" : `var(--c${weft.theme.place(own.choice)})`);
   const blocks = layers.map((own) => {
     const cost = own.flops ?? own.parameters ?? 0;
-    const told = [
+    const facts = [
       own.shared ? "shared by all subnets" : null,
       format.known(own.parameters) ? `${format.number(own.parameters)} parameters` : null,
       format.known(own.flops) ? `${format.number(own.flops)} FLOPs` : null,
@@ -25,7 +25,7 @@ weft.architecture = (member, objectives, closed) => {
       {},
       el(
         "div.block",
-        { style: { "--c": colour(own) }, title: told.filter(Boolean).join(", ") },
+        { style: { "--c": colour(own) }, title: facts.filter(Boolean).join(", ") },
         el("small", {}, own.block),
         own.shared ? "shared" : String(own.choice ?? ""),
         most > 0 ? el("span.cost", { style: { width: `${Math.max((100 * cost) / most, 1)}%` } }) : null,
@@ -43,7 +43,7 @@ weft.architecture = (member, objectives, closed) => {
     layers.every((own) => format.known(own[name]))
       ? format.number(layers.reduce((total, own) => total + own[name], 0))
       : null;
-  const told = (name) => objectives.some((own) => own.name === name);
+  const isObjective = (name) => objectives.some((own) => own.name === name);
   const command = el("div", { hidden: true }, member.command ? weft.command(member.command) : "");
   const button = el(
     "button.primary",
@@ -65,8 +65,8 @@ weft.architecture = (member, objectives, closed) => {
     [
       weft.facts([
         ...objectives.map((own) => [own.name, format.number(member.scores?.[own.name])]),
-        ["parameters", told("parameters") ? null : sum("parameters")],
-        ["FLOPs", told("flops") ? null : sum("flops")],
+        ["parameters", isObjective("parameters") ? null : sum("parameters")],
+        ["FLOPs", isObjective("flops") ? null : sum("flops")],
       ]),
       el(
         "div",

@@ -1,4 +1,4 @@
-// Trials in parallel coordinates: a line a trial, an axis a parameter and an objective; marked parts of axes filter.
+// Trials in parallel coordinates: a line a trial, an axis a parameter and an objective; selected parts of axes filter.
 "use strict";
 weft.coordinates = (get, filtered) => {
   const { format } = weft;
@@ -122,7 +122,7 @@ weft.coordinates = (get, filtered) => {
   return weft.chart("Trials", {
     height: 360,
     option,
-    about: "drag along an axis to filter; press the mark again to clear",
+    about: "drag along an axis to filter; press the selection again to clear",
     summary: () =>
       `${get().trials.length} trials over ${get().parameters.length} parameters. The table of trials has all values.`,
     ready: (instance) => instance.on("axisareaselected", () => chosen(instance)),

@@ -73,7 +73,7 @@ weft.devices = (get) => {
       ["estimated memory", format.known(bar.estimated) ? format.bytes(bar.estimated) : "not known"],
       ["measured memory", format.known(bar.measured) ? format.bytes(bar.measured) : "not known"],
       ["memory of the device", format.known(device.memory) ? format.bytes(device.memory) : null],
-      ["took", format.seconds((bar.end ?? last) - bar.start)],
+      ["duration", format.seconds((bar.end ?? last) - bar.start)],
       ["job", bar.job],
     ]);
   return weft.chart("Devices over time", {
@@ -98,7 +98,7 @@ weft.devices = (get) => {
             show: (own, value) => format.seconds(value),
           },
           {
-            name: "took",
+            name: "duration",
             number: true,
             value: ({ bar }) => (bar.end ?? newest()) - bar.start,
             show: (own, value) => format.seconds(value),

@@ -11,7 +11,7 @@ weft.graph = (graph) => {
   };
   const short = (text, most) => (text.length <= most ? text : `…${text.slice(1 - most)}`);
 
-  // Hues that can be told apart for the first splits, then any; grey for what is not split.
+  // Hues that differ clearly for the first splits, then any; grey for what is not split.
   const ORDER = [0, 3, 2, 4, 5, 8, 6, 7, 10, 9];
   const colours = graph.splits.map(({ label }, i) => {
     if (label.startsWith("whole")) return "var(--c11)";

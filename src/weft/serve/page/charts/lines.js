@@ -1,4 +1,4 @@
-// Curves over steps: lines with the band of what was thinned away, smoothing, and a logarithmic axis.
+// Curves over steps: lines with the band between the extremes of what was downsampled, smoothing, and a logarithmic axis.
 "use strict";
 weft.lines = (() => {
   // A running mean that forgets; starts as the mean of what it has seen, so that its first points are not drawn to 0.

@@ -32,12 +32,12 @@ weft.memory = (time) => {
     table: () => weft.layers.table(now()),
   });
   lanes.element.body.prepend(weft.layers.key());
-  const told = el("div");
+  const facts = el("div");
   return {
     element: el(
       "div",
       { style: { display: "grid", gap: "14px", "grid-template-columns": "minmax(0, 1fr)" } },
-      told,
+      facts,
       total.element,
       lanes.element,
     ),
@@ -49,7 +49,7 @@ weft.memory = (time) => {
         ...stages.map((own) => el("option", { value: own.stage, selected: own.stage === stage }, `stage ${own.stage}`)),
       );
       const uses = offload ? offload.hits + offload.misses : 0;
-      told.replaceChildren(
+      facts.replaceChildren(
         offload
           ? weft.facts([
               ["layers found on the device", uses ? format.percent(offload.hits / uses, 1) : null],

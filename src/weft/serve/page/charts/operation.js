@@ -23,7 +23,7 @@ weft.operation = (() => {
       ["version", version(span)],
       ["waited", span[9] ? `${span[9]}${span[10] ? `, ${format.seconds(span[10])}` : ""}` : null],
       ["from", format.seconds(span[5])],
-      ["took", format.seconds(span[6] - span[5])],
+      ["duration", format.seconds(span[6] - span[5])],
     ]);
 
   const table = (spans) => {
@@ -36,7 +36,7 @@ weft.operation = (() => {
         { name: "version", value: version },
         { name: "from", number: true, value: (span) => span[5], show: (span) => format.seconds(span[5]) },
         {
-          name: "took",
+          name: "duration",
           number: true,
           value: (span) => span[6] - span[5],
           show: (span, value) => format.seconds(value),

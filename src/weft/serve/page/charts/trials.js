@@ -23,7 +23,7 @@ weft.trials.table = (get, more = {}) => {
         value: (trial) => trial.params?.[own.name] ?? null,
         show: own.options ? (trial, value) => format.value(value ?? undefined) : undefined,
       })),
-      { name: "took", number: true, value: (trial) => trial.seconds, show: (trial) => format.seconds(trial.seconds) },
+      { name: "duration", number: true, value: (trial) => trial.seconds, show: (trial) => format.seconds(trial.seconds) },
       { name: "devices", value: (trial) => (trial.devices ?? []).join(", ") },
       ...(measured
         ? [
@@ -43,8 +43,8 @@ weft.trials.table = (get, more = {}) => {
         : []),
       { name: "fused", number: true, value: (trial) => trial.fused },
       { name: "attempts", number: true, value: (trial) => trial.attempts },
-      ...(get().trials.some((trial) => trial.why)
-        ? [{ name: "why it ended", wide: true, value: (trial) => trial.why ?? "" }]
+      ...(get().trials.some((trial) => trial.error)
+        ? [{ name: "error", wide: true, value: (trial) => trial.error ?? "" }]
         : []),
     ],
     get().trials,

@@ -1,4 +1,4 @@
-// Several runs on one chart, with what they were told differently.
+// Several runs on one chart, with the settings in which they differ.
 "use strict";
 weft.views.compare = {
   addresses: (names) =>
@@ -58,9 +58,9 @@ weft.views.compare = {
         );
         chart.draw();
         summary.replaceChildren(weft.figure("Runs", { body: weft.compare(runs.map(({ run }) => run)) }));
-        const told = JSON.stringify(runs.map(({ run }) => run.config));
-        if (told !== shown) differences.replaceChildren(weft.differences(runs.map(({ run }) => run))); // a press on "All keys" stays
-        shown = told;
+        const configs = JSON.stringify(runs.map(({ run }) => run.config));
+        if (configs !== shown) differences.replaceChildren(weft.differences(runs.map(({ run }) => run))); // a press on "All keys" stays
+        shown = configs;
       },
     };
   },
@@ -88,7 +88,7 @@ weft.compare = (runs) => {
       { name: "loss", number: true, value: (run) => run.loss },
       { name: "metrics", value: (run) => weft.runLine.metrics(run) },
       { name: "stages", number: true, value: (run) => run.stages },
-      { name: "took", number: true, value: (run) => run.seconds, show: (run) => format.duration(run.seconds) },
+      { name: "duration", number: true, value: (run) => run.seconds, show: (run) => format.duration(run.seconds) },
       {
         name: "fingerprint",
         value: (run) => run.fingerprint ?? "",

@@ -1,4 +1,4 @@
-// What a run was told, and where it came from.
+// The configuration of a run, and where it came from.
 "use strict";
 weft.views.config = {
   addresses: (run) => [weft.documents.ofRun(run)],
@@ -22,12 +22,12 @@ weft.views.config = {
         pairs,
         { label },
       );
-    let told = null;
+    let shown = null;
     return {
       update([run]) {
         head.replaceChildren(weft.curves.about(run));
-        if (told === run.revision) return;
-        told = run.revision;
+        if (shown === run.revision) return;
+        shown = run.revision;
         const { config: _, command, ...manifest } = run.manifest ?? {};
         place.replaceChildren(
           weft.figure("Configuration", { body: table("configuration", Object.entries(run.config ?? {})) }),

@@ -87,13 +87,13 @@ weft.curves = {
       weft.facts([
         ["kind", run.kind],
         ["progress", weft.runLine.progress(run)],
-        ["time left", run.left_s === null ? null : format.duration(run.left_s)],
-        ["took", run.seconds === null ? null : format.duration(run.seconds)],
+        ["time left", run.seconds_left === null ? null : format.duration(run.seconds_left)],
+        ["duration", run.seconds === null ? null : format.duration(run.seconds)],
         ["loss", run.loss === null ? null : format.number(run.loss)],
         ...Object.entries(run.metrics ?? {}).map(([name, value]) => [name, format.number(value)]),
         ["stages", run.kind === "tune" ? null : run.stages],
         ["device", run.device],
-        ["begun", format.date(run.created)],
+        ["started", format.date(run.created)],
         ["fingerprint", run.fingerprint ? weft.runLine.fingerprint(run) : null],
         [
           "equal to",
@@ -105,7 +105,7 @@ weft.curves = {
               )
             : null,
         ],
-        ["thinned", curves?.points > 1000 ? `${format.number(curves.points)} points` : null],
+        ["downsampled from", curves?.points > 1000 ? `${format.number(curves.points)} points` : null],
         ["damaged lines skipped", damaged || null],
       ]),
     );

@@ -11,7 +11,7 @@ weft.views.pipeline = {
     const pair = el("div.pair");
     const place = el("div", { hidden: true });
     host.append(head, remedy, schedule, pair, place);
-    let [time, gantt, memory, whole, fine, over, asked] = [null, null, null, null, null, null, 0];
+    let [time, gantt, memory, whole, fine, over, requests] = [null, null, null, null, null, null, 0];
 
     // Where the server sent buckets, it is asked for the operations in the part of time that is shown.
     const look = () => {
@@ -28,13 +28,13 @@ weft.views.pipeline = {
         (fine.real.spans?.length || to - from > 0.5 * (fine.window[1] - fine.window[0]))
       )
         return;
-      const own = ++asked;
+      const own = ++requests;
       setTimeout(async () => {
-        if (own !== asked) return;
+        if (own !== requests) return;
         const room = (to - from) * 0.1;
         const address = `${weft.documents.ofRun(name, "pipeline")}?from=${Math.max(from - room, time.whole[0])}&to=${Math.min(to + room, time.whole[1])}`;
         const found = await weft.load(address).catch(() => null);
-        if (own === asked && found && found.window[1] - found.window[0] < all) ((fine = found), drawn());
+        if (own === requests && found && found.window[1] - found.window[0] < all) ((fine = found), drawn());
       }, 180);
     };
     const drawn = () => {
@@ -44,15 +44,15 @@ weft.views.pipeline = {
     };
     const legend = (by) => {
       const kinds = new Set(gantt.drawn.map((span) => span[1]));
-      const told = Object.entries(gantt.KINDS).filter(([kind]) => kinds.has(kind));
+      const shown = Object.entries(gantt.KINDS).filter(([kind]) => kinds.has(kind));
       const coarse = `The height of a bar is the part of the time that its stage worked. ${
         weft.documents.isStatic ? "Zoom into the middle to see operations; weft serve shows all of them." : "Zoom in to see operations."
       }`;
       const subnets = "Each subnet has one colour; backwards and updates are paler.";
       key.replaceChildren(
-        by === "kind" && told.length
-          ? weft.key(told.map(([, [words, colour]]) => [words, `var(--c${colour})`]))
-          : el("p.quiet", {}, told.length ? subnets : coarse),
+        by === "kind" && shown.length
+          ? weft.key(shown.map(([, [words, colour]]) => [words, `var(--c${colour})`]))
+          : el("p.quiet", {}, shown.length ? subnets : coarse),
       );
     };
     const build = (found) => {

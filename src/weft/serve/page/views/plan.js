@@ -1,10 +1,10 @@
-// A plan: its graph by strategy, what a step costs and a device holds, and what others would do.
+// A plan: its graph by strategy, what a step costs and a device holds, and the alternatives.
 "use strict";
 weft.views.plan = {
   addresses: (plan) => [weft.documents.ofPlan(plan)],
   mount(host) {
     const { el, format } = weft;
-    let told = null;
+    let last = null; // the plan that is shown, as text
     const COLOURS = {
       compute: "var(--c0)",
       computing: "var(--c0)",
@@ -52,7 +52,7 @@ weft.views.plan = {
               return {
                 label: format.value(row.device ?? row.stage),
                 mark: row.limit,
-                marked: `limit ${format.bytes(row.limit)}`,
+                markTitle: `limit ${format.bytes(row.limit)}`,
                 note: row.limit ? `${format.bytes(sum)}, ${format.percent(sum / row.limit)}` : format.bytes(sum),
                 parts: names.map((name, i) =>
                   part(name, row.parts[name], format.bytes(row.parts[name]), SHADES[i % 6]),
@@ -88,10 +88,10 @@ weft.views.plan = {
         ],
       });
     };
-    // The rows of others are as the planner keeps them: whatever keys they have become columns.
+    // Whatever keys the rows have become columns.
     const compared = (plan) => {
       const known = (value) => value !== null && value !== undefined && value !== "";
-      const keys = [...new Set(plan.rows.flatMap((row) => Object.keys(row).filter((key) => known(row[key]))))];
+      const keys = [...new Set(plan.comparisons.flatMap((row) => Object.keys(row).filter((key) => known(row[key]))))];
       const shown = (key, value) => {
         if (typeof value === "boolean") return value ? "yes" : "no";
         if (typeof value !== "number") return value === null || value === undefined ? "" : format.value(value);
@@ -103,12 +103,12 @@ weft.views.plan = {
         body: weft.table(
           keys.map((key) => ({
             name: key.replaceAll("_", " "),
-            number: plan.rows.some((row) => typeof row[key] === "number"),
-            wide: key === "why",
+            number: plan.comparisons.some((row) => typeof row[key] === "number"),
+            wide: key === "reason",
             value: (row) => row[key],
             show: (row, value) => shown(key, value),
           })),
-          plan.rows,
+          plan.comparisons,
           {
             label: "comparison with other ways",
             mark: (row) => (row.own || row.name === "this plan" ? "chosen" : null),
@@ -116,14 +116,12 @@ weft.views.plan = {
         ),
       });
     };
-    const others = (plan) => {
-      if (plan.untried) return `the time was up: ${plan.untried} that might be faster were not tried`;
-      return format.known(plan.within) ? `none is faster by more than ${format.percent(plan.within)}` : null;
-    };
+    const untried = (plan) =>
+      plan.untried ? `the time was up: ${plan.untried} that might be faster were not tried` : null;
     return {
       update([plan]) {
-        if (told === JSON.stringify(plan)) return;
-        told = JSON.stringify(plan);
+        if (last === JSON.stringify(plan)) return;
+        last = JSON.stringify(plan);
         const graph = plan.graph ? weft.graph(plan.graph) : null;
         host.replaceChildren(
           ...[
@@ -142,7 +140,7 @@ weft.views.plan = {
                     : `within ${format.percent(Math.max(plan.gap, 0.001), 1)} of the best with this mesh`
                   : null,
               ],
-              ["other ways to use the devices", others(plan)],
+              ["other ways to use the devices", untried(plan)],
               ["without a rule", plan.without_rule?.join(", ")],
             ]),
             el("div.pair", {}, cost(plan), plan.memory?.length ? memory(plan) : null),
@@ -156,7 +154,7 @@ weft.views.plan = {
                 ? weft.empty("The graph is not shown", el("span", {}, plan.note))
                 : null,
             plan.layers?.length ? layers(plan) : null,
-            plan.rows?.length ? compared(plan) : null,
+            plan.comparisons?.length ? compared(plan) : null,
           ].filter(Boolean),
         );
         graph?.shown();

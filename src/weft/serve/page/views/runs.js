@@ -53,7 +53,7 @@ weft.views.runs = {
         value: (run) => (run.steps ? run.done / run.steps : null),
         show: weft.runLine.progress,
       },
-      { name: "time left", number: true, value: (run) => run.left_s, show: (run) => format.duration(run.left_s) },
+      { name: "time left", number: true, value: (run) => run.seconds_left, show: (run) => format.duration(run.seconds_left) },
       { name: "loss curve", plain: true, value: () => "", show: (run) => weft.spark(run, sparks) },
       { name: "loss", number: true, value: (run) => run.loss },
       {
@@ -69,8 +69,8 @@ weft.views.runs = {
         value: (run) => (run.kind === "tune" ? null : run.stages),
         show: (run, value) => value ?? "",
       },
-      { name: "took", number: true, value: (run) => run.seconds, show: (run) => format.duration(run.seconds) },
-      { name: "begun", value: (run) => run.created, show: (run) => format.date(run.created) },
+      { name: "duration", number: true, value: (run) => run.seconds, show: (run) => format.duration(run.seconds) },
+      { name: "started", value: (run) => run.created, show: (run) => format.date(run.created) },
     ];
     const fill = () => {
       const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);

@@ -86,14 +86,14 @@ weft.views.search = {
           ].filter(Boolean),
         );
         if (found.front.length || found.scored.length) {
-          const told = JSON.stringify([found.name, found.objectives]);
-          if (!drawn || told !== objectives) {
+          const state = JSON.stringify([found.name, found.objectives]);
+          if (!drawn || state !== objectives) {
             drawn = weft.front(() => now);
             front.replaceChildren(
               drawn.chart.element,
               weft.figure("Members of the front", { about: "Press one to see its architecture.", body: drawn.table }),
             );
-            objectives = told;
+            objectives = state;
           }
           drawn.update();
         } else if (!found.probabilities)

@@ -100,13 +100,13 @@ weft.views.tune = {
         (numbers) => {
           only = numbers;
           parts.table.update(rows());
-          parts.told();
+          parts.describe();
         },
       );
       const table = weft.trials.table(() => now, { sort: [2, Boolean(now.objectives[0]?.maximize)] });
-      const told = () =>
+      const describe = () =>
         (listed.textContent = only
-          ? `${only.size} of ${now.trials.length} are marked above`
+          ? `${only.size} of ${now.trials.length} are selected above`
           : `${now.trials.length} trials`);
       parts = {
         coordinates,
@@ -114,7 +114,7 @@ weft.views.tune = {
         reports: now.trials.some((trial) => trial.reports?.length) ? reports() : null,
         important: el("div"),
         table,
-        told,
+        describe,
       };
       body.replaceChildren(
         coordinates.element,
@@ -155,20 +155,20 @@ weft.views.tune = {
             ),
             (parts = null)
           );
-        const told = JSON.stringify([
+        const columns = JSON.stringify([
           now.parameters.map((own) => own.name),
           now.objectives,
           Boolean(now.devices?.length),
           now.trials.some((trial) => trial.reports?.length),
         ]);
-        if (!parts || told !== shape) build();
-        shape = told;
+        if (!parts || columns !== shape) build();
+        shape = columns;
         parts.important.replaceChildren(importances());
         parts.coordinates.draw();
         parts.devices?.draw();
         parts.reports?.draw();
         parts.table.update(rows());
-        parts.told();
+        parts.describe();
       },
     };
   },
