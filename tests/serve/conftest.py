@@ -71,7 +71,7 @@ STUDY = """
 name = "study"
 trials = 4
 maximize = "accuracy"
-workers = 1
+jobs_per_device = 1
 max_concurrent = 2
 [space]
 lr = { low = 1e-3, high = 1e-1, log = true }

@@ -8,27 +8,12 @@ from hypothesis import strategies as st
 from weft.tune.fit.correction import MemoryCorrection
 
 
-def test_a_shape_that_ran_before_needs_what_it_needed() -> None:
-    correction = MemoryCorrection(repeat=0.0)
-    for peak in (1300, 1800, 1600):
-        correction.on_finished(1000, peak, shape="s")
-    assert correction.apply(1000, shape="s") == 1800
-
-
 def test_what_took_less_than_its_estimate_does_not_lower_the_next_one() -> None:
     correction = MemoryCorrection()
     for _ in range(5):
         correction.on_finished(1000, 500, shape="s", family="f")
     assert correction.apply(1000, shape="s", family="f") == 1000
     assert correction.apply(1000, shape="new", family="f") == 1000
-
-
-def test_a_family_is_raised_by_its_worst_trial_at_once() -> None:
-    correction = MemoryCorrection(margin=0.0)
-    for peak in (90, 130, 80):
-        correction.on_finished(100, peak, family="f")
-    assert correction.apply(1000, family="f") == 1300
-    assert correction.apply(1000, family="other") == 1000
 
 
 def test_one_that_exceeded_is_tried_again_with_more_each_time() -> None:
