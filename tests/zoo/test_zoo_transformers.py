@@ -155,3 +155,14 @@ def test_digits_are_learnt_by_random_subnets_and_by_a_mixture(mixed: bool, steps
         loss(Mixture.uniform(chain.space) if mixed else chain.space.sample(rng)).backward()
         optimizer.step()
     assert float(loss(judged).detach()) < 0.6 * before
+
+
+def test_a_language_model_looks_at_nothing_that_comes_later() -> None:
+    chain, words = small("gpt-test")
+    other = words.clone()
+    other[:, 4:] = (other[:, 4:] + 1) % 20
+    for pick in (chain.space.last(), Mixture.uniform(chain.space)):
+        with torch.no_grad():
+            first, second = chain(words, pick), chain(other, pick)
+        assert torch.equal(first[:, :4], second[:, :4])
+        assert not torch.equal(first[:, 4:], second[:, 4:])

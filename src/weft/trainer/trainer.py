@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from weft.data import Data
-from weft.distributed.launcher import on_signals
+from weft.distributed.env import on_signals
 from weft.distributed.store import ControlStore
 from weft.distributed.transport import PeerLost
 from weft.elastic.mixture import choice_options
