@@ -18,7 +18,7 @@ from torch import nn
 from weft.data import Data, Tensors
 from weft.errors import TuneError
 from weft.tune.fit.fit import MARGIN, fit
-from weft.tune.fit.peaks import step_memory
+from weft.tune.fit.peaks import StepMemory, step_memory
 from weft.tune.jobs import Fit
 from weft.tune.recipe import Recipe, TrialConfig, trial_config
 from weft.tune.training.memory_limit import OutOfMemory
@@ -30,8 +30,14 @@ KIB, BATCH = 2**10, 64
 def build(params: Mapping[str, Any]) -> nn.Module:
     width = int(params["width"])
     blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.GELU(), nn.GELU()) for _ in range(6)]
-    norm = [nn.BatchNorm1d(width)] if params.get("norm") else []
-    return nn.Sequential(nn.Linear(8, width), *norm, *blocks, nn.Linear(width, 1))
+    return nn.Sequential(nn.Linear(8, width), *blocks, nn.Linear(width, 1))
+
+
+def heavy(params: Mapping[str, Any]) -> nn.Module:
+    """Most of its memory is weights: two devices have room for it where one has none."""
+    middle = params["middle"]() if "middle" in params else nn.Identity()
+    blocks = [nn.Sequential(nn.Linear(192, 192), nn.GELU()) for _ in range(3)]
+    return nn.Sequential(nn.Linear(8, 192), middle, *blocks, nn.Linear(192, 1))
 
 
 def data() -> Data:
@@ -44,9 +50,16 @@ def loss(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tens
     return (outputs - batch["y"]).square().mean()
 
 
-def candidate(**params: Any) -> TrialConfig:
-    recipe = Recipe(model=build, data=data, loss=loss, steps=3, batch_size=BATCH, optimizer_options={"lr": 1e-2})
-    return trial_config(recipe, {"width": 32, **params})
+def candidate(model: Any = build, params: Any = None, **fields: Any) -> TrialConfig:
+    given: dict[str, Any] = {"data": data, "loss": loss, "steps": 3, "batch_size": BATCH}
+    recipe = Recipe(model=model, **given | {"optimizer_options": {"lr": 1e-2}} | fields)
+    return trial_config(recipe, {"width": 32} if params is None else params)
+
+
+def heavy_candidate(middle: Any = nn.Identity) -> tuple[TrialConfig, int]:
+    """A candidate, and memory of a device that does not suffice, but that of two does."""
+    made = candidate(heavy, {"middle": middle})
+    return made, int(needed(made) * 0.7)
 
 
 def needed(made: TrialConfig) -> int:
@@ -95,8 +108,7 @@ def first(params: Mapping[str, Any]) -> nn.Module:
 @pytest.mark.parametrize(("model", "source"), [(build, data), (first, wide)])
 def test_the_estimate_is_what_the_training_takes(model: Any, source: Any, tmp_path: Path) -> None:
     """Trained under a limit of what was estimated it does not exceed it, and is within 3 %."""
-    recipe = Recipe(model=model, data=source, loss=loss, steps=3, batch_size=BATCH, optimizer_options={"lr": 1e-2})
-    made = trial_config(recipe, {"width": 32})
+    made = candidate(model, data=source)
     for share in (1.2, 0.75, 0.6) if model is build else (1.2,):
         found = fit(made, 1, int(needed(made) * share), "cpu")
         assert 0.97 * found.memory <= peak(made, found, tmp_path / str(share)) <= found.memory
@@ -159,8 +171,7 @@ def views(params: Mapping[str, Any]) -> nn.Module:
 def test_what_kernels_keep_what_later_steps_take_and_evaluations_are_estimated_too(
     model: Any, changed: dict[str, Any], share: float, tmp_path: Path
 ) -> None:
-    recipe = Recipe(model=model, data=numbers, loss=loss, **{"steps": 8, "batch_size": BATCH, **changed})
-    made = trial_config(recipe, {})
+    made = candidate(model, {}, data=numbers, optimizer_options={}, **{"steps": 8} | changed)
     found = fit(made, 1, 2**30, "cpu")
     assert share * found.memory <= peak(made, found, tmp_path) <= found.memory
 
@@ -177,9 +188,8 @@ def test_an_evaluation_that_takes_more_than_a_step_counts_on_a_gpu(precision: st
     """Eight views of 4096 samples take 32 MiB at once beside the batch, and in bf16 half as much more while cast."""
 
     def at(model: Any, samples: int = 4096, **changed: Any) -> int:
-        given = {"steps": steps, "batch_size": 4096, "precision": precision, **changed}
-        recipe = Recipe(model=model, data=many, loss=loss, optimizer="adamw", **given)
-        return step_memory(trial_config(recipe, {}), "whole", "h200", accumulate=False).bytes_at(samples)
+        made = candidate(model, {}, data=many, batch_size=4096, steps=steps, precision=precision, **changed)
+        return step_memory(made, "whole", "h200", accumulate=False).bytes_at(samples)
 
     mib, more = 2**20, 16 * 2**20 if precision == "bf16" else 0
     plain = at(lambda params: PlainViews())
@@ -189,8 +199,7 @@ def test_an_evaluation_that_takes_more_than_a_step_counts_on_a_gpu(precision: st
 
 
 def test_no_micro_batch_is_larger_than_what_can_be_evaluated() -> None:
-    recipe = Recipe(model=views, data=many, loss=loss, steps=8, batch_size=4096)
-    found = step_memory(trial_config(recipe, {}), "whole", "h200", accumulate=True)
+    found = step_memory(candidate(views, {}, data=many, steps=8, batch_size=4096), "whole", "h200", accumulate=True)
     room = found.bytes_at(1000)
     largest = found.largest(room)
     assert 1000 <= largest < 4096
@@ -207,7 +216,7 @@ def test_a_candidate_is_traced_once_for_evaluation_however_many_strategies_are_t
                 seen.append(len(x))
             return super().forward(x)
 
-    made = trial_config(Recipe(model=lambda params: Seen(), data=many, loss=loss, steps=8, batch_size=4096), {})
+    made = candidate(lambda params: Seen(), {}, data=many, steps=8, batch_size=4096)
     for way in ("whole", "recompute", "offload"):
         for accumulate in (False, True):
             step_memory(made, way, "h200", accumulate=accumulate).bytes_at(4096)
@@ -236,7 +245,7 @@ def weight_norm(params: Mapping[str, Any]) -> nn.Module:
 
 
 class Masked(nn.Linear):
-    def __init__(self) -> None:
+    def __init__(self, params: Any) -> None:
         super().__init__(8, 1)
         self.mask = torch.ones(8, 8).tril()[3]
         self.share = float(self.mask.sum()) / 8
@@ -245,61 +254,33 @@ class Masked(nn.Linear):
         return super().forward(x * self.mask) / self.share
 
 
-def masked(params: Mapping[str, Any]) -> nn.Module:
-    return Masked()
-
-
 class Asking(nn.Linear):
+    def __init__(self, params: Any) -> None:
+        super().__init__(8, 1)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * (2 if x.abs().mean().item() > 0 else 1)
 
 
-def asking(params: Mapping[str, Any]) -> nn.Module:
-    return Asking(8, 1)
-
-
-@pytest.mark.parametrize("model", [rates, orthogonal, lazy, weight_norm, masked, asking])
+@pytest.mark.parametrize("model", [rates, orthogonal, lazy, weight_norm, Masked, Asking])
 def test_models_that_read_values_as_they_are_built_are_estimated(model: Any, tmp_path: Path) -> None:
-    recipe = Recipe(model=model, data=data, loss=loss, steps=3, batch_size=BATCH)
-    made = trial_config(recipe, {})
+    made = candidate(model, {}, optimizer_options={})
     found = fit(made, 1, 2**30, "cpu")
     assert 0 <= found.memory - peak(made, found, tmp_path) <= 8 * KIB
     assert fit(made, 1, 2**30, "h200").strategy == "whole"
 
 
 def complex_weights(params: Mapping[str, Any]) -> nn.Module:
-    model = Masked()
+    model = Masked(params)
     model.turn = nn.Parameter(torch.ones(8, dtype=torch.cfloat))
     return model
 
 
 def test_complex_weights_have_an_optimizer_that_takes_them() -> None:
-    made = trial_config(Recipe(model=complex_weights, data=data, loss=loss, steps=3, batch_size=BATCH), {})
+    made = candidate(complex_weights, {})
     updater = TrialOptimizer(made.optimizer, dict(made.build().named_parameters()))
     assert not any(group.get("fused") for group in updater.optimizer(updater.parameters["turn"])[0].param_groups)
     assert [fit(made, 1, 2**30, kind).strategy for kind in ("cpu", "h200")] == ["whole", "whole"]
-
-
-def test_recomputing_comes_before_splitting_and_after_micro_batches() -> None:
-    """A model whose one sample takes more than its weights: long rows of activations."""
-    ways = []
-    made = replace(candidate(width=4), batch_size=1)
-    whole = needed(made)
-    for share in (1.1, 0.9, 0.8):
-        try:
-            ways.append(fit(made, 1, int(whole * share), "cpu").strategy)
-        except TuneError:
-            ways.append("none")
-    assert ways[0] == "whole"
-    assert "accumulate" not in ways
-
-
-def test_batch_norms_forbid_micro_batches_unless_asked_for() -> None:
-    made = candidate(norm=True)
-    memory = int(needed(made) * 0.8)
-    with pytest.raises(TuneError, match=r"batch norm '1' forbids micro-batches"):
-        fit(replace(made, microbatch_batchnorm=False), 1, int(memory * 0.5), "cpu")
-    assert fit(replace(made, microbatch_batchnorm=True), 1, memory, "cpu").strategy == "accumulate"
 
 
 def test_a_candidate_that_fits_nowhere_is_refused_with_the_figures() -> None:
@@ -309,13 +290,21 @@ def test_a_candidate_that_fits_nowhere_is_refused_with_the_figures() -> None:
         fit(candidate(), 1, 64 * KIB, "cpu")
 
 
-def test_what_does_not_fit_one_device_is_split_over_two() -> None:
-    made = candidate(width=256)
-    whole = needed(made)
-    found = fit(made, 2, int(whole * 0.62), "cpu")
-    assert (found.strategy, found.devices) == ("split", 2)
-    assert found.plan is not None
-    assert "split over 2 devices" in found.explanation
+def test_batch_norms_forbid_micro_batches_unless_asked_for() -> None:
+    made = candidate(lambda params: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), build(params)))
+    memory = int(needed(made) * 0.8)
+    with pytest.raises(TuneError, match=r"batch norm '1' forbids micro-batches"):
+        fit(made, 1, memory // 2, "cpu")
+    assert fit(replace(made, microbatch_batchnorm=True), 1, memory, "cpu").strategy == "accumulate"
+
+
+def test_a_split_candidate_with_batch_norms_has_one_micro_batch_unless_asked_for() -> None:
+    made, memory = heavy_candidate(lambda: nn.BatchNorm1d(192))
+    found = fit(made, 4, int(memory * 0.85), "cpu")
+    assert (found.strategy, found.microbatches, found.micro_batch) == ("split", 1, BATCH)
+    assert fit(replace(made, microbatch_batchnorm=True), 4, int(memory * 0.85), "cpu").microbatches > 1
+    with pytest.raises(TuneError, match=r"over 2 devices, where batch norm '1' forbids micro-batches: no plan fits"):
+        fit(made, 2, int(memory * 0.75), "cpu")
 
 
 class Counter(nn.Module):
@@ -326,6 +315,13 @@ class Counter(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.count += 1
         return x / self.count
+
+
+class Noisy(nn.Module):
+    """Draws on the host, which a graph would do once and for all."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1.0 + random.random())
 
 
 class Caching(nn.Module):
@@ -361,35 +357,40 @@ class Extra(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("part", [Caching, nn.Identity])
+def test_what_does_not_fit_one_device_is_split_over_two(part: Any) -> None:
+    made, memory = heavy_candidate(part)
+    found = fit(made, 2, memory, "cpu")
+    assert (found.strategy, found.devices) == ("split", 2)
+    assert found.plan is not None
+    assert "split over 2 devices" in found.explanation
+
+
 @pytest.mark.parametrize(
-    ("part", "name"), [(Counter, "'1.count'"), (Extra, "'1._extra_state'"), (Caching, None), (nn.ReLU, None)]
+    ("part", "why"),
+    [
+        (Counter, "'1.count' of its model changes as it trains"),
+        (Extra, "'1._extra_state' of its model changes as it trains"),
+        (Noisy, "its model draws from Python's or NumPy's generator"),
+    ],
 )
-def test_a_model_that_keeps_what_no_graph_holds_is_not_split_and_told_why(part: Any, name: str | None) -> None:
-    made = candidate(width=256)
-    memory, build = int(needed(made) * 0.62), made.model
-    made = replace(made, model=lambda params: nn.Sequential(build(params)[0], part(), *build(params)[1:]))
-    if name is None:
-        assert fit(made, 2, memory, "cpu").strategy == "split"
-        return
-    with pytest.raises(TuneError, match=rf"it cannot be split: {name} of its model changes as it trains") as refused:
+def test_a_model_that_does_what_no_graph_would_is_not_split_and_told_why(part: Any, why: str) -> None:
+    made, memory = heavy_candidate(part)
+    with pytest.raises(TuneError, match=f"it cannot be split: {why}") as refused:
         raise TuneError(fit(made, 2, memory, "cpu").explanation)  # whether it fits another way or nowhere
     assert "split over" not in str(refused.value)
 
 
 def test_what_took_more_than_its_fit_goes_on_down_the_list_and_ends_with_the_figures() -> None:
-    made = candidate(width=256)
-    memory = int(needed(made) * 0.62)
+    made, memory = heavy_candidate()
     ways: list[tuple[Any, int]] = []
-    after, refused = None, ""
+    refused = ""
     while not refused:
         try:
-            found = fit(made, 4, memory, "cpu", after)
+            found = fit(made, 4, memory, "cpu", ways[-1] if ways else None)
+            ways.append((found.strategy, found.devices))
         except TuneError as problem:
             refused = str(problem)
-            continue
-        assert found == fit(candidate(width=256), 4, memory, "cpu", after)
-        ways.append((found.strategy, found.devices))
-        after = ways[-1]
     assert "fits nowhere, with 4 devices" in refused
     assert "it took more than" in refused
     order = ["whole", "accumulate", "recompute", "split", "offload"]
@@ -397,21 +398,10 @@ def test_what_took_more_than_its_fit_goes_on_down_the_list_and_ends_with_the_fig
     assert ways[:2] == [("split", 2), ("split", 4)]
 
 
-def test_a_split_candidate_with_batch_norms_has_one_micro_batch_unless_asked_for() -> None:
-    made = candidate(width=256, norm=True)
-    memory = int(needed(made) * 0.7)
-    found = fit(made, 2, memory, "cpu")
-    assert (found.strategy, found.devices, found.microbatches, found.micro_batch) == ("split", 2, 1, BATCH)
-    assert found.plan is not None
-    assert found.plan["microbatches"] == 1
-    assert fit(replace(made, microbatch_batchnorm=True), 2, memory, "cpu").microbatches > 1
-    with pytest.raises(TuneError, match=r"over 2 devices, where batch norm '1' forbids micro-batches: no plan fits"):
-        fit(made, 2, int(memory * 0.75), "cpu")
-
-
 def test_the_same_candidate_and_memory_give_the_same_fit() -> None:
     memory = int(needed(candidate()) * 0.7)
-    assert fit(candidate(), 1, memory, "cpu") == fit(candidate(lr=0.5, seed=3), 1, memory, "cpu")
+    other = candidate(params={"width": 32, "lr": 0.5, "seed": 3})
+    assert fit(candidate(), 1, memory, "cpu") == fit(other, 1, memory, "cpu")
 
 
 def images() -> Data:
@@ -424,13 +414,15 @@ def convolutions(params: Mapping[str, Any]) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 1))
 
 
+def on_a_gpu(steps: int, accumulate: bool) -> tuple[TrialConfig, StepMemory]:
+    made = candidate(convolutions, {}, data=images, steps=steps, batch_size=1024)
+    return made, step_memory(made, "whole", "h200", accumulate=accumulate)
+
+
 def test_on_a_gpu_large_trials_of_many_steps_get_the_micro_batch_of_those_of_few() -> None:
     # Captures, which cannot give back what is cached, are for trials below 1 GiB alone.
-    room, found = 3 * 2**30, []
-    for steps in (3, 300):
-        recipe = Recipe(model=convolutions, data=images, loss=loss, steps=steps, batch_size=1024)
-        found.append(step_memory(trial_config(recipe, {}), "whole", "h200", accumulate=True))
-    few, many = found
+    room = 3 * 2**30
+    few, many = (on_a_gpu(steps, True)[1] for steps in (3, 300))
     most = few.largest(room)
     assert many.largest(room) == most
     assert few.bytes_at(most) > room  # by giving back
@@ -441,28 +433,8 @@ def test_on_a_gpu_large_trials_of_many_steps_get_the_micro_batch_of_those_of_few
 
 
 def test_on_a_gpu_a_batch_that_fits_by_giving_back_is_left_whole() -> None:
-    recipe = Recipe(model=convolutions, data=images, loss=loss, steps=300, batch_size=1024)
-    found = step_memory(trial_config(recipe, {}), "whole", "h200", accumulate=False)
+    made, found = on_a_gpu(300, False)
     memory = int((found.bytes_at(1024) - 2**20 + found.context) / (1 - MARGIN))
-    fitted = fit(trial_config(recipe, {}), 1, memory, "h200")
+    fitted = fit(made, 1, memory, "h200")
     assert (fitted.strategy, fitted.micro_batch) == ("whole", 1024)
     assert fitted.memory <= memory * (1 - MARGIN) - found.context < found.bytes_at(1024)
-
-
-class Noisy(nn.Module):
-    """Draws on the host, which a graph would do once and for all."""
-
-    def __init__(self, params: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.inner = build(params)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.inner(x) * (1.0 + random.random())
-        return out
-
-
-def test_a_model_that_draws_on_the_host_is_not_split() -> None:
-    recipe = Recipe(model=Noisy, data=data, loss=loss, steps=3, batch_size=BATCH, optimizer_options={"lr": 1e-2})
-    made = trial_config(recipe, {"width": 256})
-    with pytest.raises(TuneError, match="cannot be split: its model draws from Python's or NumPy's generator"):
-        fit(made, 2, int(needed(made) * 0.62), "cpu")

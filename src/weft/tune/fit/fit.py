@@ -40,9 +40,6 @@ _cache: dict[Hashable, Fit | str] = {}
 MARGIN = 0.02
 """The share of a device that is left free: the allocator gives back what it caches before it fails, and what is
 allocated is known to one percent."""
-WHOLE_GRADIENTS = 2
-"""Gradients of the largest parameter, whole, that a split step holds for a while beside what the planner counts: as it
-comes out, and as it travels."""
 _DESCRIPTIONS: dict[FitStrategy, str] = {
     "whole": "the whole batch",
     "accumulate": "in micro-batches",
@@ -198,22 +195,18 @@ class _FitSearch:
                 "it cannot be split: its model draws from Python's or NumPy's generator, and a graph would not"
             )
             return None
-        beside = WHOLE_GRADIENTS * max(parameter.nbytes for parameter in whole.parameters())
-        room = max(1, int((self.memory * (1 - MARGIN) - beside) / scale))
         norm = self._forbidding_norm()
         choices = {} if norm is None else {"microbatches": 1}
         while degree <= self.devices:
             try:
-                made = self._plan(whole, tensors, degree, room, **choices)
+                made, needed = self._plan_within_memory(whole, tensors, degree, scale, **choices)
             except PlanError as problem:
                 why = "" if norm is None else f", where batch norm '{norm}' forbids micro-batches"
                 tried.append(f"over {degree} devices{why}: {problem}")
             else:
-                needed = int(made.cost.memory * scale) + beside
-                outcome = f"split over {degree} devices it takes {format_bytes(needed)} of each"
+                why = "; ".join([*tried, f"split over {degree} devices it takes {format_bytes(needed)} of each"])
                 parts = made.microbatches
                 micro = self.config.batch_size // parts
-                why = "; ".join([*tried, outcome])
                 return Fit("split", micro, parts, degree, needed, made.cost.step_time, why, made.to_json())
             degree *= 2
         return None
@@ -223,6 +216,17 @@ class _FitSearch:
         alone = self._plan(whole, tensors, 1, 2**62, stages=1, microbatches=1, recompute=False)
         found = step_memory(self.config, "whole", self.device, accumulate=False)
         return max(1.0, (found.bytes_at(self.config.batch_size) + found.context) / float(alone.cost.memory))
+
+    def _plan_within_memory(
+        self, whole: nn.Module, tensors: Any, degree: int, scale: float, **choices: Any
+    ) -> tuple[Any, int]:
+        """A plan, and the bytes that it takes of each device."""
+        for microbatches in (1, 2):
+            room = (self.memory * (1 - MARGIN) - uncounted_gradients(whole, degree, microbatches)) / scale
+            made = self._plan(whole, tensors, degree, max(1, int(room)), **choices)
+            if made.microbatches <= microbatches:
+                break
+        return made, int(made.cost.memory * scale) + uncounted_gradients(whole, degree, made.microbatches)
 
     def _plan(self, whole: nn.Module, tensors: Any, degree: int, memory: int, **choices: Any) -> Any:
         from weft.plan.planner import plan
@@ -242,6 +246,13 @@ class _FitSearch:
         if reasons := made.unsupported():
             raise PlanError(f"the plan cannot be run: {reasons[0]}")
         return made
+
+
+def uncounted_gradients(model: nn.Module, devices: int, microbatches: int) -> int:
+    """Bytes of gradients of a device, at the peak of a split step, that the planner does not count: the largest one as
+    it travels, and with several micro-batches the sums so far of its share, beside the gradients that are added."""
+    sizes = [parameter.nbytes for parameter in model.parameters()]
+    return max(sizes) + (sum(sizes) // devices if microbatches > 1 else 0)
 
 
 def state_outside_graph(config: TrialConfig) -> str | None:
