@@ -56,13 +56,6 @@ def test_freed_neighbours_join_so_that_a_larger_request_fits_in_their_place() ->
     assert allocator.reserved == 40 * MIB
 
 
-def test_small_requests_never_use_the_segments_of_large_ones() -> None:
-    allocator = CachingAllocator()
-    allocator.free(allocator.alloc(8 * MIB))
-    allocator.alloc(100)
-    assert allocator.reserved == 22 * MIB
-
-
 def test_at_the_limit_cached_segments_are_given_back_before_memory_is_out() -> None:
     allocator = CachingAllocator(limit=50 * MIB)
     allocator.free(allocator.alloc(30 * MIB))

@@ -115,9 +115,8 @@ class _FitSearch:
         if self.after is None:
             return _STRATEGIES
         strategy, degree = self.after
-        tried.append(
-            f"{_DESCRIPTIONS[strategy].format(degree)}, it took more than {format_bytes(self.memory)} when it ran"
-        )
+        what = _DESCRIPTIONS[strategy].format(degree)
+        tried.append(f"{what}, it took more than {format_bytes(self.memory)} when it ran")
         at = _STRATEGIES.index("whole" if strategy == "accumulate" else strategy)
         return _STRATEGIES[at if strategy == "split" else at + 1 :]
 
@@ -125,11 +124,9 @@ class _FitSearch:
         batch = self.config.batch_size
         once = step_memory(self.config, strategy, self.device, accumulate=False)
         room = int(self.memory * (1 - MARGIN)) - once.context
-        what = _DESCRIPTIONS[strategy]
-        needed = once.bytes_at(batch)
         if once.fits(batch, room):
-            return self._fit(strategy, once, batch, min(needed, room), tried, what)
-        why = f"{what}, {batch} samples, it takes {format_bytes(needed)}"
+            return self._fit(strategy, once, batch, room, tried)
+        why = f"{_DESCRIPTIONS[strategy]}, {batch} samples, it takes {format_bytes(once.bytes_at(batch))}"
         if (norm := self._forbidding_norm()) is not None:
             tried.append(f"{why}, and batch norm '{norm}' forbids micro-batches")
             return None
@@ -140,35 +137,21 @@ class _FitSearch:
             return None
         tried.append(f"{why}, and at most {largest} samples fit")
         micro = math.ceil(batch / math.ceil(batch / largest))
-        return self._fit(
-            "accumulate" if strategy == "whole" else strategy,
-            several,
-            micro,
-            min(several.bytes_at(micro), room),
-            tried,
-            what,
-        )
+        return self._fit(strategy, several, micro, room, tried)
 
     def _forbidding_norm(self) -> str | None:
         """The name of a batch norm that would see less in a micro-batch, where that was not asked for."""
         return None if self.config.microbatch_batchnorm else batch_norm(build_meta(self.config))
 
-    def _fit(
-        self, strategy: FitStrategy, found: StepMemory, micro: int, needed: int, tried: list[str], what: str
-    ) -> Fit:
+    def _fit(self, strategy: FitStrategy, found: StepMemory, micro: int, room: int, tried: list[str]) -> Fit:
         parts = math.ceil(self.config.batch_size / micro)
+        needed, what = min(found.bytes_at(micro), room), _DESCRIPTIONS[strategy]
         takes = f"{format_bytes(needed)} of {format_bytes(self.memory)}"
         outcome = f"{what} takes {takes}" if parts == 1 else f"{what}, {parts} micro-batches of {micro} take {takes}"
-        seconds = found.seconds(micro)
-        return Fit(
-            strategy,
-            micro,
-            parts,
-            1,
-            needed,
-            None if seconds is None else seconds * parts,
-            "; ".join([*tried, outcome]),
-        )
+        seconds = None if (step := found.seconds(micro)) is None else step * parts
+        if strategy == "whole" and parts > 1:
+            strategy = "accumulate"
+        return Fit(strategy, micro, parts, 1, needed, seconds, "; ".join([*tried, outcome]))
 
     def _split(self, tried: list[str]) -> Fit | None:
         """The plan with the fewest devices that fits, if this machine has them."""
@@ -356,16 +339,11 @@ def requirements(
     except PlanError as problem:
         log.warning("a trial with %s has a device to itself, not estimated: %s", architecture_key(params), problem)
         return Requirements(None, None, None, architecture_key(params), config.steps, note=f"not estimated: {problem}")
-    needed = min(_beyond(found.memory, kind), memory)
+    needed = min(int(found.memory * (1 + BEYOND)) + (TINY if kind == "cpu" else SLACK), memory)
     # Fused trials keep all activations: what recomputes, or offloads, is small only while it does.
     fusable = after is None and found.strategy in ("whole", "accumulate") and found.memory <= memory * MAX_FUSED
     key = _fusion_key(config) if fuse and fusable else None
     return Requirements(needed, found, key, architecture_key(params), config.steps)
-
-
-def _beyond(memory: int, kind: str) -> int:
-    """With what a trial may take beyond its estimate."""
-    return int(memory * (1 + BEYOND)) + (TINY if kind == "cpu" else SLACK)
 
 
 def _fusion_key(config: TrialConfig) -> str | None:
