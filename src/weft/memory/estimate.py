@@ -62,24 +62,10 @@ def estimate(
     other thread compute on the CPU meanwhile. Tensors that the model's code keeps by ``functools.cache`` are forgotten
     afterwards, since there is no data in them; those that it keeps in a global variable are left there.
     """
-    if isinstance(device, str):
-        constants = CPU if device == "cpu" else kernels(device)
-    else:
-        constants = device
-    taken = StepSpec(
-        model,
-        constants,
-        loss,
-        inputs,
-        optimizer,
-        options or {},
-        str(dtype).removeprefix("torch."),
-        recompute,
-        accumulate,
-        step,
-    )
-    size = batch_size(batch)
-    on_cpu = constants == CPU
+    constants = device if isinstance(device, Kernels) else CPU if device == "cpu" else kernels(device)
+    kind = str(dtype).removeprefix("torch.")
+    taken = StepSpec(model, constants, loss, inputs, optimizer, options or {}, kind, recompute, accumulate, step)
+    size, on_cpu = batch_size(batch), constants == CPU
     if machine is None and isinstance(device, str) and not on_cpu:
         machine = device.upper()
     estimator = _EstimateBuilder(taken, batch, size, AllocatorConfig(expandable=expandable, exact=on_cpu), machine)

@@ -95,10 +95,11 @@ def reserved_in_two_pools(timeline: AllocationTimeline, config: AllocatorConfig)
     Nobody knows where a process's segments lie: the largest figure counts.
     """
     timeline = repeat_last_step(timeline)
-    return max(_run_two_pools(timeline, make(), make()) for make in allocator_factories(config))
+    return max(_run(timeline, make(), make()) for make in allocator_factories(config))
 
 
-def _run_two_pools(timeline: AllocationTimeline, outside: CachingAllocator, inside: CachingAllocator) -> int:
+def _run(timeline: AllocationTimeline, outside: CachingAllocator, inside: CachingAllocator | None = None) -> int:
+    """Bytes that are reserved at most; what graphs allocate lies ``inside``, if there is such a pool."""
     blocks = {}
     phase = most = 0
     for event in timeline.events:
@@ -107,24 +108,13 @@ def _run_two_pools(timeline: AllocationTimeline, outside: CachingAllocator, insi
             phase += 1
         elif event > 0 and timeline.sizes[number]:
             captured = timeline.phases[phase] in ("forward", "backward") and timeline.categories[number] != "batch"
-            pool = inside if captured else outside
+            pool = inside if captured and inside is not None else outside
             blocks[number] = pool, pool.alloc(timeline.sizes[number])
-            most = max(most, outside.reserved + inside.reserved)
+            most = max(most, outside.reserved + (0 if inside is None else inside.reserved))
         elif event < 0 and timeline.sizes[number]:
             pool, block = blocks.pop(number)
             pool.free(block)
     return most
-
-
-def _run(timeline: AllocationTimeline, allocator: CachingAllocator) -> None:
-    blocks = {}
-    for event in timeline.events:
-        if event == 0 or timeline.sizes[abs(event) - 1] == 0:
-            continue
-        if event > 0:
-            blocks[event] = allocator.alloc(timeline.sizes[event - 1])
-        else:
-            allocator.free(blocks.pop(-event))
 
 
 def _breakdown(

@@ -81,6 +81,7 @@ def sum_in_place(order: Sequence[int], sums: dict[int, tuple[int, ...]]) -> tupl
 
 STEPS = 3
 """Steps that are simulated."""
+_OF_BLOCKS = ("sizes", "categories", "modules")
 
 
 def repeat_last_step(timeline: AllocationTimeline, steps: int = STEPS) -> AllocationTimeline:
@@ -95,32 +96,20 @@ def repeat_last_step(timeline: AllocationTimeline, steps: int = STEPS) -> Alloca
     found = _carried_over(timeline, begin)
     if found is None:
         return timeline
-    order, sizes, categories, modules = (
-        list(timeline.events),
-        list(timeline.sizes),
-        list(timeline.categories),
-        list(timeline.modules),
-    )
-    now = {block: block for block in range(len(timeline))}  # what stands for each block of the second step by now
+    order = list(timeline.events)
+    copied = list(range(len(timeline)))  # for each block, the one whose size, category and module it has
+    now = {block: block for block in copied}  # what stands for each block of the second step by now
     for _ in range(steps - 2):
         now |= {old: now[new] for old, new in found.items()}
         for event in timeline.events[begin:]:
             block = abs(event) - 1
             if event > 0:
-                now[block] = len(sizes)
-                sizes.append(timeline.sizes[block])
-                categories.append(timeline.categories[block])
-                modules.append(timeline.modules[block])
+                now[block] = len(copied)
+                copied.append(block)
             order.append(0 if event == 0 else now[block] + 1 if event > 0 else -now[block] - 1)
+    columns = {name: tuple(map(getattr(timeline, name).__getitem__, copied)) for name in _OF_BLOCKS}
     phases = (*timeline.phases, *timeline.phases[second:] * (steps - 2))
-    return replace(
-        timeline,
-        events=tuple(order),
-        sizes=tuple(sizes),
-        categories=tuple(categories),
-        modules=tuple(modules),
-        phases=phases,
-    )
+    return replace(timeline, events=tuple(order), phases=phases, **columns)
 
 
 def _second_step(timeline: AllocationTimeline) -> int | None:

@@ -48,13 +48,8 @@ def build_meta(config: TrialConfig) -> nn.Module:
             return made
     except Exception as problem:  # it computes with its weights as it builds them
         _log.debug("the model is built with values: %s", problem)
-    return build_with_data(config)
-
-
-def build_with_data(config: TrialConfig) -> nn.Module:
-    """The trial's module with values; one whose shapes follow from a batch has seen one."""
     made = config.build()
-    if _is_lazy(made):
+    if _is_lazy(made):  # its shapes follow from a batch
         with torch.no_grad(), evaluation_mode(made):
             made(*config.enter(example_batch(config, 2, "cpu")))
     return made

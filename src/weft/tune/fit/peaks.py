@@ -18,6 +18,7 @@ from weft.hardware.gpus import kernels
 from weft.memory.estimate import Estimate, estimate
 from weft.memory.replay import reserved_in_two_pools
 from weft.memory.timeline import AllocationTimeline
+from weft.memory.train_step import Step
 from weft.nn.checkpointing import offloading, recompute
 from weft.tune.devices import expandable
 from weft.tune.fit.loss_model import build_meta, example_batch
@@ -44,19 +45,10 @@ def step_memory(config: TrialConfig, strategy: FitStrategy, device: str, *, accu
     part. PlanError where the step cannot be traced.
     """
     device = device if device == "cpu" else _known(device)
-    batch = example_batch(config, config.batch_size)
-    found = estimate(
-        build_meta(config),
-        batch,
-        loss=config.loss,
-        optimizer=_optimizer(config),
-        recompute=recompute if strategy == "recompute" else False,
-        step=_step(config, strategy, 2 if accumulate else 1),
-        device=device,
-        expandable=expandable(),
-    )
+    step = _step(config, strategy, 2 if accumulate else 1)
+    found = _estimate(config, config.batch_size, step, device, recompute if strategy == "recompute" else False)
     evaluation = evaluation_memory(config, device)
-    sample = sum(part[0].numel() * part.element_size() for part in batch.values())
+    sample = sum(part.numel() * part.element_size() for part in example_batch(config, 1).values())
     waiting = config.batch_size * sample if evaluates_midway(config) else 0
     if device == "cpu":
         return _CpuStepMemory(found, 0, config.batch_size, sample, False, evaluation, waiting)
@@ -212,14 +204,20 @@ def _trace_evaluation(config: TrialConfig, device: str) -> EvaluationMemory | No
         optimizer.zero_grad(set_to_none=True)
 
     try:
-        found = estimate(
-            build_meta(config), example_batch(config, most), loss=config.loss, optimizer=_optimizer(config), step=step,
-            device=device, expandable=expandable(),
-        )  # fmt: skip
+        found = _estimate(config, most, step, device)
     except WeftError as problem:
         _log.info("the evaluation of trials like %s is not estimated: %s", dict(config.params), problem)
         return None
     return EvaluationMemory(found, most)
+
+
+def _estimate(config: TrialConfig, size: int, step: Step, device: str, again: Any = False) -> Estimate:
+    """Of a trial's model with so many samples; ``again`` recomputes activations."""
+    model, batch, optimizer = build_meta(config), example_batch(config, size), _optimizer(config)
+    return estimate(
+        model, batch, loss=config.loss, optimizer=optimizer, recompute=again, step=step, device=device,
+        expandable=expandable(),
+    )  # fmt: skip
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
@@ -242,9 +240,7 @@ def _known(device: str) -> str:
         return DEFAULT_GPU
 
 
-def _step(
-    config: TrialConfig, strategy: FitStrategy, parts: int
-) -> Callable[[nn.Module, torch.optim.Optimizer, Batch], None]:
+def _step(config: TrialConfig, strategy: FitStrategy, parts: int) -> Step:
     """What a trainer does in a step, on the CPU's fake tensors."""
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
