@@ -54,7 +54,7 @@ def attach(
     if microbatches <= MAX_ROUTES:
         scored = (names(chain.route(subnet)) for subnet in extra_subnets)
         routes = [*(route(n) for n in range(microbatches)), *scored]
-    deferred = engine.clipper is not None or engine.ties is not None
+    deferred = bool(engine.sums)
     manager = OffloadManager(
         weights, engine.optimizer, engine.device, offload, route, routes, deferred, copy_engine, host_buffer
     )

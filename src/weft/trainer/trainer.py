@@ -17,7 +17,7 @@ from weft.distributed.launcher import on_signals
 from weft.distributed.store import ControlStore
 from weft.distributed.transport import PeerLost
 from weft.elastic.mixture import choice_options
-from weft.engine.layer_state import CheckpointPart, fingerprint, layer_digest, optimizer_states, restore
+from weft.engine.layer_state import CheckpointPart, fingerprint, layer_digest
 from weft.engine.rng import deterministic
 from weft.engine.train_step import TrainedLayers, TrainStep
 from weft.errors import CheckpointError, TrainError, WeftError
@@ -112,15 +112,8 @@ class Trainer:
             raise CheckpointError(
                 f"the checkpoint and the supernet have different layers: '{other[0]}' is in one of them only"
             )
-        for name, weights in layers.weights.items():
-            restore(weights, saved.tensors, numbers[name])
-        states = optimizer_states(saved.tensors)
-        layers.resume({name: state for name, state in states.items() if name in layers.optimizer.parameters})
-        at = step * self.config.microbatches
-        if layers.clipper is not None:
-            layers.clipper.restore(saved.meta.get("norms") or {}, at, layers.device)
-        if layers.ties is not None:
-            layers.ties.restore(saved.tensors, at, layers.device)
+        norms = saved.meta.get("norms") or {}
+        layers.restore(CheckpointPart(step * self.config.microbatches, dict(saved.tensors), numbers, norms))
         self._losses = LossDigest(saved.meta["losses"])
         self._digests = {step: self._losses.value}
         self.start = step
