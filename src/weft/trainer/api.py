@@ -90,7 +90,7 @@ def train(
 
     Ctrl-C finishes the step, writes a checkpoint and raises KeyboardInterrupt; a second Ctrl-C stops at once.
     """
-    kept = RunConfig(name=run) if isinstance(run, str) else run or RunConfig()
+    kept = _run_config(run)
     parts = merge_fields((config or TrainConfig(), execution or Execution(), kept), options)
     config, execution, kept = parts
     if execution.threads is not None:
@@ -116,7 +116,17 @@ def load_run(path: Path | str, net: Chain | Factory, data: Any, **options: Any) 
     fields of TrainConfig, Execution and RunConfig that are to differ, such as ``device``; code of your own (a loss, a
     metric) must be among them, since nothing is imported because a file names it.
     """
-    return _loaded(Run.open(path), net, data, options)
+    run = Run.open(path)
+    seed = int(options.get("seed", run.manifest.get("seed") or 0))
+    shape = initialise(net, seed, only=())
+    if run.manifest.get("space") not in (None, shape.space.id):
+        raise CheckpointError(
+            f"run '{run.name}' is of the space {run.manifest['space']}, not of this supernet's {shape.space.id}"
+        )
+    config, execution, kept = config_of(run, shape, {**options, "seed": seed})
+    chain = _chain(shape, seed, execution, run)
+    step = resolve(config, chain, kept.metrics)
+    return TrainedRun(run, chain, as_data(data, seed), config, execution, step, net)
 
 
 def retrain(
@@ -151,11 +161,15 @@ def retrain(
         init_from=weights,
     )
     execution = replace(trained.execution, stages=None, cut=None, offload=None)
-    kept = RunConfig(name=run) if isinstance(run, str) else run or RunConfig()
+    kept = _run_config(run)
     if run is None or isinstance(run, str):
         name = kept.name or f"{trained.run.name}-{subnet.id}"
         kept = replace(kept, name=name, folder=trained.run.path.parent, metrics=trained.step.metrics)
     return train(trained.net, trained.data, config, execution=execution, run=kept, **options)
+
+
+def _run_config(run: RunConfig | str | None) -> RunConfig:
+    return RunConfig(name=run) if isinstance(run, str) else run or RunConfig()
 
 
 def _train_here(
@@ -225,19 +239,6 @@ def _finished(run: Run, job: LaunchSpec, data: Data, built: bool = True) -> Trai
     chain = _chain(job.net, config.seed, execution, run if built else None)
     step = resolve(config, chain, job.run.metrics)
     return TrainedRun(run, chain, data, config, execution, step, job.net)
-
-
-def _loaded(run: Run, net: Chain | Factory, data: Any, options: Any) -> TrainedRun:
-    seed = int(options.get("seed", run.manifest.get("seed") or 0))
-    shape = initialise(net, seed, only=())
-    if run.manifest.get("space") not in (None, shape.space.id):
-        raise CheckpointError(
-            f"run '{run.name}' is of the space {run.manifest['space']}, not of this supernet's {shape.space.id}"
-        )
-    config, execution, kept = config_of(run, shape, {**options, "seed": seed})
-    chain = _chain(shape, seed, execution, run)
-    step = resolve(config, chain, kept.metrics)
-    return TrainedRun(run, chain, as_data(data, seed), config, execution, step, net)
 
 
 def _chain(net: Chain | Factory, seed: int, execution: Execution, weights: Run | None) -> Chain:
