@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -350,13 +351,11 @@ class VersionedLayer:
             )
 
 
+@dataclass(slots=True, eq=False)
 class PendingGradients:
     """Gradients of an unfinished slot, summed in micro-batch order, and the statistics that go with them."""
 
-    __slots__ = ("gradients", "mean", "records", "slot")
-
-    def __init__(self, slot: int, gradients: list[Tensor], records: list[BatchStatsRecord]) -> None:
-        self.slot = slot
-        self.gradients = gradients
-        self.mean: list[Tensor] | None = None
-        self.records = records
+    slot: int
+    gradients: list[Tensor]
+    records: list[BatchStatsRecord]
+    mean: list[Tensor] | None = None

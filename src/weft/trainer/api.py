@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -223,14 +224,9 @@ def _start_stages(job: LaunchSpec, stages: int, callbacks: Sequence[Callback]) -
     load_initial(chain, config.init_from)
     described = describe_run(chain, data, step, execution, config.init_from)
     del chain
-    opened: list[Run] = []
-
-    def open_it() -> Run:
-        opened.append(open_run(kept, described, torch.device(execution.device), resume))
-        return opened[0]
-
-    digest = run_stages(stages, replace(job, run=kept, resume=True), open_it, callbacks)
-    return replace(_finished(opened[0], job, data), fingerprint=digest)
+    open_it = partial(open_run, kept, described, torch.device(execution.device), resume)
+    run, digest = run_stages(stages, replace(job, run=kept, resume=True), open_it, callbacks)
+    return replace(_finished(run, job, data), fingerprint=digest)
 
 
 def _finished(run: Run, job: LaunchSpec, data: Data, built: bool = True) -> TrainedRun:

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -62,8 +62,10 @@ GRACE = 0.3
 _WAIT = timedelta(minutes=30)
 
 
-def run_stages(count: int, job: LaunchSpec, open_it: Callable[[], Run], callbacks: Sequence[Callback]) -> str:
-    """Starts the stages of a job on this machine and returns the fingerprint; the run is opened once all is ready."""
+def run_stages(
+    count: int, job: LaunchSpec, open_it: Callable[[], Run], callbacks: Sequence[Callback]
+) -> tuple[Run, str]:
+    """Starts the stages of a job on this machine; the run, which is opened once all is ready, and its fingerprint."""
     call = Call(_work, (job, bool(callbacks)))
     pickled(call)  # a mistake shows before there is a run
     cores = os.cpu_count() or 1
@@ -85,7 +87,7 @@ def run_stages(count: int, job: LaunchSpec, open_it: Callable[[], Run], callback
         if new and not run.events.path.exists():  # nothing has begun that could go on, and the name is free again
             shutil.rmtree(run.path, ignore_errors=True)
         raise
-    return str(outcome["fingerprint"])
+    return run, str(outcome["fingerprint"])
 
 
 def _work(job: LaunchSpec, sends_events: bool) -> None:
@@ -125,7 +127,7 @@ def run_stage(job: LaunchSpec, me: DistEnv, callbacks: Sequence[Callback] = ()) 
         os._exit(LOST)
 
     try:
-        with Heartbeat(store, me.rank, me.world, give_up, silence=quiet) as heartbeat:
+        with closing(Heartbeat(store, me.rank, me.world, give_up, silence=quiet)) as heartbeat:
             return _take_part(job, me, callbacks, ControlStore(store, me.rank, me.world), heartbeat)
     except PeerLost as lost:
         _leave(me.rank, lost, store)
