@@ -449,6 +449,6 @@ def in_stages(
     losses = [reports[n] for n in sorted(reports)]
     layers = {name: layer_digest(w, wk.stage.optimizer) for wk in workers for name, w in wk.stage.weights.items()}
     lags = {name: dict(w.version_lags) for wk in workers for name, w in wk.stage.weights.items()}
-    peaks = [worker.stats.peak for worker in workers]
+    peaks = [worker.peak for worker in workers]
     (total,) = {worker.scheduler.total for worker in workers}
     return Outcome(layers, losses, max(peaks), lags, most_kept, peaks, total // m), snapshots

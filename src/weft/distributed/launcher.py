@@ -315,8 +315,9 @@ class Loopback(RendezvousHandler):
     """A rendezvous of one machine for torch elastic, whose own ones listen on every interface.
 
     `on_start(attempt)` is called before each start of all stages and `on_round()` at every check of stages that all
-    live; what they raise ends the launch. `store` is the one of the newest start, empty before the first. A new server at each start is what
-    torch expects of a rendezvous: keys of `init_process_group` bear no number of the attempt.
+    live; what they raise ends the launch. `store` is the one of the newest start, and an empty one before the first.
+    A new server at each start is what torch expects of a rendezvous: keys of `init_process_group` bear no number of the
+    attempt.
     """
 
     def __init__(self, run_id: str, on_start: Callable[[int], None], on_round: Callable[[], None]) -> None:

@@ -101,7 +101,9 @@ class GlobalNormClipper:
 
     counter, kinds, awaited = "norms", ("norm", "total"), True
 
-    def __init__(self, clip: GlobalNorm, delay: int, span: int, order: Iterable[str], index: int, is_last: bool) -> None:
+    def __init__(
+        self, clip: GlobalNorm, delay: int, span: int, order: Iterable[str], index: int, is_last: bool
+    ) -> None:
         self._limit, self.delay, self.span, self._index = clip.limit, delay, span, index
         self._order = list(order)[::-1]
         self._is_last = is_last

@@ -265,22 +265,23 @@ class TrainedLayers:
         step."""
         part = CheckpointPart(at)
         for weights in self.weights.values():
-            self.check_finite(weights, at // self.config.microbatches)
-        for name, weights in self.weights.items():
-            tensors, part.layers[name] = capture(weights, self.optimizer, at)
-            part.tensors.update(tensors)
+            part.tensors.update(self.capture(weights, part))
         for sums in self.sums:
             sums.save(part)
         return part
 
-    def check_finite(self, weights: VersionedLayer, step: int) -> None:
-        """Raises NonFiniteError for weights that are not finite, which no checkpoint should hold."""
+    def capture(self, weights: VersionedLayer, part: CheckpointPart) -> dict[str, Tensor]:
+        """The tensors of a layer for a checkpoint, which gets its numbers; raises NonFiniteError for weights that are
+        not finite, which no checkpoint should hold."""
         weights.synchronize()
         if weights.parameters and not bool(torch.isfinite(foreach.norm(list(weights.parameters)))):
             raise NonFiniteError(
-                f"the weights of layer '{weights.layer.name}' are not finite before step {step}, "
-                "so no checkpoint is written. Try a lower learning rate or clipping"
+                f"the weights of layer '{weights.layer.name}' are not finite before step "
+                f"{part.at // self.config.microbatches}, so no checkpoint is written. Try a lower learning rate or "
+                "clipping"
             )
+        tensors, part.layers[weights.layer.name] = capture(weights, self.optimizer, part.at)
+        return tensors
 
     def first_nonfinite(self, n: int, activations: Activations, batch: Batch) -> str:
         """What first makes a value of micro-batch n not finite: runs its layers again. Empty where the activations come

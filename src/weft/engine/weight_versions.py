@@ -152,12 +152,6 @@ class VersionedLayer:
             return self.inplace.leaves
         return list(self.parameters) if self.single_copy else None
 
-    def newest_tensors(self) -> list[Tensor]:
-        """The tensors of the newest version."""
-        if self.memory is not None:
-            self.memory.wait(None)
-        return self._newest()
-
     def run(self, leaves: list[Tensor], activations: Activations, extra: Mapping[str, Any]) -> Activations:
         """The layer's outputs with these leaves for its parameters."""
         try:

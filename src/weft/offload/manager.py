@@ -199,28 +199,16 @@ class OffloadManager:
     def pinned_on_device(self, names: Iterable[str]) -> Iterator[None]:
         """A block in which the newest versions of some layers are on the device, for a use outside micro-batches."""
         layers = [self.layers[name] for name in dict.fromkeys(names) if name in self.layers]
-        blocks = [layer.main for layer in layers]
-        while blocks and not self.device.load(blocks):
-            if self._queue.ready:
-                self._back_off()
-            elif len(blocks) == 1 and self.device.place_in_reserve(layers[0].main):
-                break
-            else:
-                together = sum(block.size for block in blocks)
-                raise TrainError(
-                    f"offload.budget = {format_bytes(self._config.bytes)} cannot hold {len(layers)} layers that are "
-                    f"needed at once, {format_bytes(together)}: give it that much"
-                )
-        for layer in layers:
-            layer.pins += 1
-            layer.wait(None)
+        with torch.inference_mode(False):  # tensors that are bound to parameters must allow training too
+            self._pin(layers)
         try:
             yield
         finally:
-            self._record_use(layers)
-            for layer in layers:
-                layer.pins -= 1
-                self.device.release(layer.main)
+            with torch.inference_mode(False):
+                self._record_use(layers)
+                for layer in layers:
+                    layer.pins -= 1
+                    self.device.release(layer.main)
 
     def bind_restored(self) -> None:
         """To be called after a checkpoint was restored into the layers."""
@@ -286,6 +274,23 @@ class OffloadManager:
             self._misses += len(blocks) - present
         self._queue.admit()
         return True
+
+    def _pin(self, layers: Sequence[LayerMemory]) -> None:
+        blocks = [layer.main for layer in layers]
+        while blocks and not self.device.load(blocks):
+            if self._queue.ready:
+                self._back_off()
+            elif len(blocks) == 1 and self.device.place_in_reserve(blocks[0]):
+                break
+            else:
+                together = sum(block.size for block in blocks)
+                raise TrainError(
+                    f"offload.budget = {format_bytes(self._config.bytes)} cannot hold {len(layers)} layers that are "
+                    f"needed at once, {format_bytes(together)}: give it that much"
+                )
+        for layer in layers:
+            layer.pins += 1
+            layer.wait(None)
 
     def _back_off(self) -> None:
         n = self._queue.requeue_last()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.batch_stats import BatchStatsRecord
-from weft.engine.layer_state import CheckpointPart, capture
+from weft.engine.layer_state import CheckpointPart
 from weft.engine.train_step import TrainedLayers, TrainStep
 from weft.engine.weight_versions import VersionedLayer
 from weft.pipeline.scheduler import LayerDependency, Scheduler
@@ -138,6 +138,5 @@ class LayerUpdates(TrainedLayers):
         weights = self.weights[name]
         if weights.pending is not None and weights.last_microbatch() < snapshot.at:
             self._update([weights], oldest)
-        self.check_finite(weights, snapshot.at // self.config.microbatches)
-        tensors, snapshot.layers[name] = capture(weights, self.optimizer, snapshot.at)
+        tensors = self.capture(weights, snapshot)
         snapshot.tensors.update({key: tensor.detach().clone() for key, tensor in tensors.items()})

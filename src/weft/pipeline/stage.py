@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft.data import Batch
 from weft.engine.batch_stats import BatchStatsRecord
@@ -143,10 +143,6 @@ class Stage(LayerUpdates):
     def first_nonfinite_layer(self, n: int) -> str:
         """What on this stage first makes a value of micro-batch n not finite; empty where its inputs are so."""
         return self.first_nonfinite(n, self._in_flight[n].inputs, self._in_flight[n].batch)
-
-    def modules(self, subnet: Subnet) -> list[nn.Module]:
-        """The modules of the layers that a subnet uses here."""
-        return [self.chain.module(layer) for layer in self.route(subnet)]
 
     def _route(self, n: int) -> tuple[Subnet, list[Layer]]:
         """The subnet of micro-batch n, and its layers here."""

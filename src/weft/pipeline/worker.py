@@ -29,14 +29,6 @@ BatchOf = Callable[[int], Batch]
 
 
 @dataclass(slots=True)
-class WorkerStats:
-    """Seconds that decisions have taken so far, and the most micro-batches in flight."""
-
-    deciding: float = 0.0
-    peak: int = 0
-
-
-@dataclass(slots=True)
 class OpResult:
     """When an operation ran, and when its updates did.
 
@@ -79,7 +71,10 @@ class Worker:
         stage.forwarded = first
         for sums in stage.sums:
             self.scheduler.advance_counter(sums.counter, sums.count)
-        self.stats = WorkerStats()
+        self.deciding = 0.0
+        """Seconds that decisions have taken so far."""
+        self.peak = 0
+        """The most micro-batches in flight so far."""
         self.reports: list[tuple[int, Tensor]] = []
         """Loss and metrics by micro-batch, in order of arrival; the caller takes them out."""
         self.on_start: Callable[[Op], None] | None = None
@@ -123,7 +118,7 @@ class Worker:
         op = self.scheduler.next()
         if op is None:
             return None
-        self.stats.peak = max(self.stats.peak, len(self.scheduler.in_flight))
+        self.peak = max(self.peak, len(self.scheduler.in_flight))
         dependencies = self.scheduler.dependencies(op)
         if self.on_start is not None:
             self.on_start(op)
@@ -148,7 +143,7 @@ class Worker:
             between = time.perf_counter()
             ready = self.scheduler.complete_op(op)
             decided = time.perf_counter()
-            self.stats.deciding += decided - between
+            self.deciding += decided - between
             updates = self.stage.updates
             self.stage.commit(ready, self.scheduler)
             end = now = time.perf_counter()
@@ -159,7 +154,7 @@ class Worker:
             if offload is not None:
                 offload.finish(op.microbatch)
         done.deferred_updates, done.prepared = deferred, prepared
-        self.stats.deciding += start - before + (now - end)
+        self.deciding += start - before + (now - end)
         return done
 
     def finish(self, save: bool = False) -> list[CheckpointPart]:

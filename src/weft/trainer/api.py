@@ -34,7 +34,7 @@ from weft.trainer.config import (
     validation_of,
 )
 from weft.trainer.device_engine import DeviceEngine
-from weft.trainer.manifest import config_of, describe_run, go_back, open_run
+from weft.trainer.manifest import config_of, describe_run, open_run, opened
 from weft.trainer.partitioning import LaunchSpec
 from weft.trainer.rank_main import run_stage, run_stages
 from weft.trainer.trainer import Trainer, check_validation, stop_requests
@@ -191,11 +191,8 @@ def _train_here(
     load_initial(chain, config.init_from)
     engine.start_offload(trainer.subnets)
     described = describe_run(chain, loaded, step, execution, config.init_from)
-    run = open_run(kept, described, device, resume)
-    with run.locked(), stop_requests() as stopping:
-        trainer.open(run, callbacks)
-        if resume and (at := go_back(run)) is not None:
-            trainer.restore(at)
+    with opened(kept, described, device, resume) as (run, at), stop_requests() as stopping:
+        trainer.open(run, callbacks, at)
         digest = trainer.run_to_end(checkpoint_every(config, kept), stopping)
     return TrainedRun(run, chain, loaded, config, execution, step, net, digest)
 

@@ -92,8 +92,9 @@ class PipelineEngine(Engine):
         pipeline = ForwardPipeline(self.loop.transport, stage, most)
         for name, subnet in subnets.items():
             scores = Scores(config.loss, config.metrics)
-            modules = stage.modules(subnet) if validation.bn_batches else ()
-            names = [layer.name for layer in stage.route(subnet)]
+            layers = stage.route(subnet)
+            modules = [stage.chain.module(layer) for layer in layers] if validation.bn_batches else ()
+            names = [layer.name for layer in layers]
             with (
                 nullcontext() if self.offload is None else self.offload.pinned_on_device(names),
                 Calibration(modules) as norms,

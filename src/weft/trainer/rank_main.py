@@ -43,7 +43,7 @@ from weft.runs.events import Callback
 from weft.trace.recorder import TraceRecorder
 from weft.trainer.checkpointing import load_initial
 from weft.trainer.config import checkpoint_every, validation_of
-from weft.trainer.manifest import describe_run, go_back, open_run
+from weft.trainer.manifest import describe_run, opened
 from weft.trainer.partitioning import LaunchSpec, RankPart, partition
 from weft.trainer.pipeline_engine import PipelineEngine
 from weft.trainer.trainer import Trainer, stop_requests
@@ -148,9 +148,7 @@ def _take_part(
     engine.start_offload(trainer.subnets)
     transport = _connect(store.store, me, device)
     with _opened(job, me, store, described, device) as (run, step), stop_requests() as asked:
-        trainer.open(run, callbacks if me.rank == 0 else ())
-        if step is not None:
-            trainer.restore(step)
+        trainer.open(run, callbacks if me.rank == 0 else (), step)
         tracer = _start_tracer(run, me, part, engine) if part.execution.trace else None
         engine.loop = RankLoop(transport, heartbeat, tracer, partial(_stop_wanted, store.store))
         try:
@@ -187,16 +185,13 @@ def _opened(
 ) -> Iterator[tuple[Run, int | None]]:
     """The run's directory, locked by stage 0, and the step that it goes on from (None: it begins)."""
     if me.rank > 0:
-        opened = store.get("run")
-        yield Run.open(opened["path"], keep=job.run.keep_checkpoints), opened["step"]
+        found = store.get("run")
+        yield Run.open(found["path"], keep=job.run.keep_checkpoints), found["step"]
         return
     restarted = me.restarts > 0
     if restarted and job.run.name is None:
         raise RunError("the stages were started again, but the run has no name to be found by: give run='...'")
-    resume = job.resume or restarted
-    run = open_run(job.run, described, device, resume)
-    with run.locked():
-        step = go_back(run) if resume else None
+    with opened(job.run, described, device, job.resume or restarted) as (run, step):
         store.set("run", {"path": str(run.path.resolve()), "step": step})
         yield run, step
 

@@ -118,12 +118,14 @@ class Trainer:
         self._digests: dict[int, str] = {0: self._losses.value}
         """The digest of all losses before a step, for the checkpoint of that step."""
 
-    def open(self, run: Run, callbacks: Sequence[Callback] = ()) -> None:
-        """Events and checkpoints go into this run; on rank 0 it must be locked."""
+    def open(self, run: Run, callbacks: Sequence[Callback] = (), step: int | None = None) -> None:
+        """Events and checkpoints go into this run, which on rank 0 must be locked; goes on from the checkpoint of a
+        step, which rank 0 has found to be whole."""
         self.run, self._callbacks = run, tuple(callbacks)
+        if step is not None:
+            self._restore(step)
 
-    def restore(self, step: int) -> None:
-        """Goes back to the checkpoint of a step, which rank 0 has found to be whole."""
+    def _restore(self, step: int) -> None:
         layers = self.engine.layers
         own = tuple(f"{name}{mark}" for name in layers.weights for mark in ".+")
         saved = self.run.checkpoints.load(step, self.store.rank > 0, only=lambda name: name.startswith(own))
