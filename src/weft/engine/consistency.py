@@ -93,13 +93,7 @@ class Stashed(VirtualPipeline):
 
 Consistency = Exact | Delayed | Lagged | Bounded | Stashed
 
-_KINDS: dict[str, tuple[int, Callable[..., Consistency]]] = {
-    "exact": (0, Exact),
-    "delayed": (1, Delayed),
-    "lagged": (1, Lagged),
-    "bounded": (2, Bounded),
-    "stashed": (2, Stashed),
-}
+_KINDS: dict[str, Callable[..., Consistency]] = {kind.name: kind for kind in (Exact, Delayed, Lagged, Bounded, Stashed)}
 
 
 def parse_consistency(text: str) -> Consistency:
@@ -112,10 +106,11 @@ def parse_consistency(text: str) -> Consistency:
     if match is None or match[1] not in _KINDS:
         word = match[1] if match else text
         raise ConsistencyError(f"unknown consistency '{text}'{nearest(word, _KINDS)}")
-    count, kind = _KINDS[match[1]]
+    kind = _KINDS[match[1]]
+    wanted = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
     numbers = [int(number) for number in re.findall(r"\d+", match[2] or "")]
-    if len(numbers) != count:
-        form = {0: "exact", 1: f"{match[1]}(steps)", 2: f"{match[1]}(every, depth)"}[count]
+    if len(numbers) != len(wanted):
+        form = f"{match[1]}({', '.join(wanted)})" if wanted else match[1]
         raise ConsistencyError(f"'{text}' has {len(numbers)} numbers; write it as {form}")
     return kind(*numbers)
 
