@@ -111,7 +111,7 @@ class Measurement:
 
     def _block(self, block: Block, inputs: Table) -> tuple[list[Table], Table]:
         """The tables of a block's parts, and that of its outputs, by number."""
-        condition = getattr(block, "condition", None)
+        condition = block.condition
         around = {block.name} & self.rules.choices.keys() | set(inputs.names)
         around = around.union(() if condition is None else condition.names)
         modules = [self.chain.module(name) for name in block.candidates()]

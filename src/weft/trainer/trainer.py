@@ -131,7 +131,8 @@ class Trainer:
         Raises KeyboardInterrupt after a checkpoint where the user stops the run.
         """
         config, engine = self.config, self.engine
-        keep_freed_memory(engine.layers.device)
+        if engine.layers.device.type == "cpu":
+            keep_freed_memory()
         self.emit("started", **self._started())
         writer = CheckpointWriter(self.run.checkpoints, self.store)
         with self._reported(), deterministic(engine.layers.device), engine.layers.seeder.preserved():
