@@ -152,7 +152,7 @@ class Measurement:
             yield from self._parts(child, around)
 
     def _is_sum_of_its_modules(self, module: nn.Module, reads: Names) -> bool:
-        if not isinstance(module, Module) or isinstance(module, Leaf):
+        if not isinstance(module, Module) or isinstance(module, Leaf) or _has_shared_parts(module):
             return False
         if self.metric == "parameters":
             return True
@@ -296,6 +296,12 @@ class _WithKeywords(nn.Module):
 def _reads_within(module: nn.Module) -> set[str]:
     """The choices that a module reads, or a module inside it."""
     return {name for part in module.modules() if isinstance(part, Module) for name in part.reads}
+
+
+def _has_shared_parts(module: nn.Module) -> bool:
+    """Whether a module or a parameter stands in two places inside."""
+    every = [*module.named_modules(remove_duplicate=False), *module.named_parameters(remove_duplicate=False)]
+    return len({id(part) for _, part in every}) < len(every)
 
 
 def _key(values: Values, names: Names) -> Key:
