@@ -144,7 +144,7 @@ def main() -> None:
             maximize="psnr",
             sampler="random",
             name="swinir",
-            root=place,
+            folder=place,
             devices=[options.device],
             jobs_per_device=len(trials),
             enqueue=trials,

@@ -110,7 +110,7 @@ def by_weft(wanted: Sequence[Params], device: str, folder: Path, fused: bool = F
         fuse=len(wanted) if fused else 1,
         devices=[device],
         name="study",
-        root=folder,
+        folder=folder,
         **options,
     )
     events = list(Events(found.path / "events.jsonl").read())

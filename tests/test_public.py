@@ -64,8 +64,8 @@ def test_search_is_a_package_and_the_function_in_it() -> None:
 
     assert inspect.ismodule(weft.search)
     assert inspect.signature(weft.search) == inspect.signature(function)
-    assert next(iter(inspect.signature(weft.search).parameters)) == "trained"
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'trained'"):
+    assert next(iter(inspect.signature(weft.search).parameters)) == "run"
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'run'"):
         weft.search()
 
 

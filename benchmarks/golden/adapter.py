@@ -135,7 +135,7 @@ def tune(objective: Any, space: Any, *, name: str, folder: Path, **options: Any)
     for word in ("device_memory", "trial_memory"):
         if word in given and word not in names:
             given["memory"] = given.pop(word)
-    home = next(word for word in ("root", "runs") if word in names)
+    home = next(word for word in ("folder", "runs") if word in names)
     return function(objective, space, name=name, **{home: folder}, **spelled(given, names))
 
 

@@ -28,14 +28,13 @@ def simulated(way: str) -> dict[str, Any]:
     own = script()
     all_, floor = own.trials(160), own.devices(16)
     given, packer, more = {
-        "weft": lambda: (all_, own.Packer(floor), {}),
         "memory": lambda: (known(own, all_, timed=False), own.Packer(floor), {}),
         "measured": lambda: (
             known(own, all_, timed=True),
             call(own.Packer, floor, throughput=throughput(own)),
             {"measure": True},
         ),
-        "window": lambda: (all_, own.Packer(floor), {"window": 32}),
+        "window": lambda: (known(own, all_, timed=True), own.Packer(floor), {"window": 32}),
         "one": lambda: (all_, own.Static(floor, 1), {}),
         "1/4": lambda: (all_, own.Static(floor, 4), {"loss": 0.02}),
     }[way]()
@@ -75,6 +74,6 @@ def communication() -> dict[str, Any]:
 
 
 def cases() -> Iterator[Case]:
-    for way in ("weft", "memory", "measured", "window", "one", "1/4"):
+    for way in ("memory", "measured", "window", "one", "1/4"):
         yield f"simulate/{way}", lambda _, way=way: simulated(way)
     yield "communication", lambda _: communication()

@@ -143,3 +143,15 @@ def test_latency_is_a_positive_number_for_each_module_in_turn() -> None:
     assert calls == ["a", "b"] * 3
     assert all(math.isfinite(one) and one > 0 for one in found)
     assert latency(Named("c"), torch.ones(1), repeats=1) > 0
+
+
+def test_flops_compute_nothing_where_shapes_are_enough() -> None:
+    devices: list[str] = []
+
+    class Watching(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            devices.extend([x.device.type, self.weight.device.type, torch.ones(2).device.type])
+            return super().forward(x)
+
+    assert flops(Watching(3, 5), torch.ones(7, 3)) == 2 * 7 * 3 * 5
+    assert devices == ["meta"] * 3

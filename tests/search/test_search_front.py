@@ -193,3 +193,12 @@ def test_scores_are_a_copy_and_survive_pickling() -> None:
     assert one.scores == {"accuracy": 1.0, "flops": 2.0}
     assert pickle.loads(pickle.dumps(one)) == one
     assert len({one, Scored(SUBNETS[0], {"accuracy": 1.0, "flops": 2.0})}) == 1
+
+
+def test_a_metric_that_is_nan_or_missing_meets_no_limit_and_is_never_the_most() -> None:
+    rows = scored((0.5, 1), (0.9, 9))
+    rows += [Scored(SUBNETS[2], {"accuracy": 0.95, "flops": 20.0, "latency": math.nan})]
+    rows += [Scored(SUBNETS[3], {"accuracy": 0.6, "flops": 2.0, "latency": 7.0})]
+    front = Front(rows, GOALS)
+    assert front.best(latency=8).subnet == SUBNETS[3]
+    assert front.best(maximize="latency").subnet == SUBNETS[3]

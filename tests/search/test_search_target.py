@@ -299,3 +299,13 @@ def test_targets_of_another_space_are_refused() -> None:
         most_probable_subnet(random_mixture(other, 0), [Target(costs[0], costs[0].of(first.first()))])
     with pytest.raises(SearchError, match="has no choices"):
         most_probable_subnet(Mixture.unchecked(Space(), {}))
+
+
+def test_a_target_just_outside_of_the_range_is_met_within_the_tolerance() -> None:
+    expected = CostModel("flops", "space", {}, [], [], 100.0, 1000.0)
+    assert [Target(expected, value).value for value in (98.5, 1015.0)] == [98.5, 1015.0]
+    for weight in (-1.0, math.nan):
+        with pytest.raises(SearchError, match="weight"):
+            Target(expected, 500.0, weight)
+    with pytest.raises(SearchError, match="nothing to put a price on"):
+        Penalty(CostModel("flops", "space", {}, [], [], 0.0, 0.0))

@@ -73,7 +73,7 @@ def test_the_example_runs_prints_json_and_goes_on_where_it_ended(weft_command: W
         ({"study": {"trails": 3}}, "unknown key 'study.trails'; did you mean 'study.trials'?"),
         ({"objective": None, "recipe": {"model": "m:f", "warmup": 3}}, "'recipe.warmup_steps'"),
         ({"study": {"workers": 3}}, "'study.jobs_per_device'"),
-        ({"runs": "here"}, "'study.root'"),
+        ({"runs": "here"}, "'study.folder'"),
         ({"study": {"trials": "many"}}, "'study.trials' must be int, not str"),
         ({"space": {"x": {"low": 1, "high": 4}}}, "add step = 1 for whole numbers, or write 1.0"),
         ({"space": {"x": {"low": 1.0, "high": 4.0, "step": 2}}}, "whole low, high and step"),

@@ -57,7 +57,13 @@ def test_a_study_on_two_nodes_survives_the_loss_of_a_worker_and_of_a_node_with_t
     space = weft.Space()
     space.real("x", 0.0, 1.0)
     space.categorical("what", ["counting", "slow"])
-    asked: dict[str, Any] = {"trials": 6, "minimize": "v", "max_concurrent": 4, "root": tmp_path, "jobs_per_device": 1}
+    asked: dict[str, Any] = {
+        "trials": 6,
+        "minimize": "v",
+        "max_concurrent": 4,
+        "folder": tmp_path,
+        "jobs_per_device": 1,
+    }
     asked["enqueue"] = [{"what": "counting"}, {"what": "slow"}, {"what": "slow"}, *[{"what": "counting"}] * 3]
     executor = RayExecutor(StudySpec(objectives.act, ("v",), 0))
     assert [(device.name, device.memory, device.gone) for device in executor.devices] == [("cpu", 2**30, False)] * 2

@@ -136,11 +136,11 @@ def test_trials_that_were_not_estimated_train_and_say_so(tmp_path: Path) -> None
     space = weft.Space()
     space.real("lr", 0.01, 0.1)
     recipe = spec(model=objectives.experts).objective
-    study = weft.tune(recipe, space, trials=2, minimize="loss", devices=["cpu=500MiB"], name="s", root=tmp_path)
+    study = weft.tune(recipe, space, trials=2, minimize="loss", devices=["cpu=500MiB"], name="s", folder=tmp_path)
     for record in study.trials:
         assert record.state == "complete"
         assert record.info["estimate"].startswith("not estimated: the step cannot be traced without data")
-    asked: dict[str, Any] = {"trials": 1, "minimize": "loss", "devices": ["cpu=32KiB"], "name": "t", "root": tmp_path}
+    asked: dict[str, Any] = {"trials": 1, "minimize": "loss", "devices": ["cpu=32KiB"], "name": "t", "folder": tmp_path}
     (record,) = weft.tune(recipe, space, **asked).trials
     assert (record.state, record.info["attempts"], record.info["alone"]) == ("failed", 1, True)
     assert "out of memory" in record.info["error"]

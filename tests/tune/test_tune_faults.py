@@ -51,7 +51,7 @@ def told(found: StudyResult) -> list[Any]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("undisturbed")
     return told(
-        weft.tune(objectives.act, space("counting"), trials=5, minimize="v", max_concurrent=2, name="s", root=folder)
+        weft.tune(objectives.act, space("counting"), trials=5, minimize="v", max_concurrent=2, name="s", folder=folder)
     )
 
 
@@ -67,7 +67,7 @@ def test_a_trial_whose_worker_is_killed_goes_on_from_what_it_kept(tmp_path: Path
         minimize="v",
         max_concurrent=2,
         name="s",
-        root=tmp_path,
+        folder=tmp_path,
         jobs_per_device=1,
         callback=mark,
     )
@@ -83,7 +83,7 @@ def test_a_trial_whose_worker_is_killed_goes_on_from_what_it_kept(tmp_path: Path
 
 
 def test_a_study_whose_driver_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path, undisturbed: list[Any]) -> None:
-    arguments = f"trials=5, minimize='v', max_concurrent=2, name='s', root={str(tmp_path)!r}"
+    arguments = f"trials=5, minimize='v', max_concurrent=2, name='s', folder={str(tmp_path)!r}"
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(here=str(Path(__file__).parent), what="counting", arguments=arguments))
     events = Events(tmp_path / "s" / "events.jsonl")
@@ -100,7 +100,7 @@ def test_a_study_whose_driver_is_killed_goes_on_as_if_nothing_had_been(tmp_path:
         minimize="v",
         max_concurrent=2,
         name="s",
-        root=tmp_path,
+        folder=tmp_path,
         resume=True,
     )
     assert told(found) == undisturbed
@@ -113,7 +113,7 @@ def test_a_study_whose_driver_is_killed_goes_on_as_if_nothing_had_been(tmp_path:
 
 def test_what_ended_and_was_not_logged_when_its_driver_died_is_logged_by_the_next(tmp_path: Path) -> None:
     def study(trials: int, **options: Any) -> None:
-        weft.tune(objectives.act, space("parabola"), trials=trials, minimize="v", name="s", root=tmp_path, **options)
+        weft.tune(objectives.act, space("parabola"), trials=trials, minimize="v", name="s", folder=tmp_path, **options)
 
     study(2)
     file = tmp_path / "s" / "events.jsonl"
@@ -128,7 +128,7 @@ def test_what_ended_and_was_not_logged_when_its_driver_died_is_logged_by_the_nex
 
 def test_a_script_without_its_guard_is_told_so_and_leaves_no_study_behind(tmp_path: Path) -> None:
     storage = f"storage='sqlite:///{tmp_path}/study.db'"
-    arguments = f"trials=2, minimize='v', name='s', root={str(tmp_path)!r}, {storage}"
+    arguments = f"trials=2, minimize='v', name='s', folder={str(tmp_path)!r}, {storage}"
     script, guarded = tmp_path / "script.py", tmp_path / "guarded.py"
     text = SCRIPT.format(here=str(Path(__file__).parent), what="parabola", arguments=arguments)
     guarded.write_text(text)

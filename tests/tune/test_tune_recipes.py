@@ -24,7 +24,7 @@ def study(folder: Path, name: str, widths: list[int], recipe: Mapping[str, Any],
     made = Recipe(data=weft.data.digits, metrics={"accuracy": weft.accuracy}, objectives=("loss", "accuracy"), **fields)
     enqueued = [{"width": width, "lr": 0.01 + 0.001 * at} for at, width in enumerate(widths)]
     wanted: dict[str, Any] = {"trials": len(widths), "enqueue": enqueued, "sampler": "random", **asked}
-    return weft.tune(made, space, minimize="loss", maximize="accuracy", name=name, root=folder, **wanted)
+    return weft.tune(made, space, minimize="loss", maximize="accuracy", name=name, folder=folder, **wanted)
 
 
 @pytest.mark.long

@@ -114,7 +114,7 @@ def test_what_an_older_weft_did_not_write_down_counts_as_equal() -> None:
 
 def test_a_study_is_not_resumed_with_another_recipe_and_is_with_more_trials_and_workers(tmp_path: Path) -> None:
     def study(recipe: Recipe, **asked: Any) -> weft.tune.StudyResult:
-        wanted: dict[str, Any] = {"trials": 1, "sampler": "random", "name": "s", "root": tmp_path, **asked}
+        wanted: dict[str, Any] = {"trials": 1, "sampler": "random", "name": "s", "folder": tmp_path, **asked}
         return weft.tune(recipe, space(), **wanted)
 
     first = study(RECIPE)

@@ -89,7 +89,7 @@ def run(
     space.categorical("what", [what])
     executor = Shuffled(StudySpec(objectives.act, ("v",), 0), devices, seed, lose)
     given: dict[str, Any] = {"seed": 3, "max_concurrent": 4, "pruner": "median", "minimize": "v", **options}
-    found = weft.tune(objectives.act, space, trials=trials, executor=executor, name="s", root=folder, **given)
+    found = weft.tune(objectives.act, space, trials=trials, executor=executor, name="s", folder=folder, **given)
     trials_ = [(one.number, dict(one.params), one.state, one.values, dict(one.reports)) for one in found.trials]
     return trials_, executor.started
 
@@ -195,7 +195,7 @@ def test_trials_wait_for_those_of_their_shape_and_not_for_others_that_are_not_es
     space.real("lr", 0.0, 1.0)
     trials = [{"width": 8 if number % 2 else 16} for number in range(4)]
     executor = Shuffled(StudySpec(rate, ("v",), 0), 1, 0)
-    options: dict[str, Any] = {"enqueue": trials, "fuse": 4, "trial_memory": 1000, "name": "s", "root": tmp_path}
+    options: dict[str, Any] = {"enqueue": trials, "fuse": 4, "trial_memory": 1000, "name": "s", "folder": tmp_path}
     weft.tune(rate, space, trials=4, minimize="v", executor=executor, **options)
     assert [job.trials for job in executor.started] == [(1, 3), (0, 2)]
     # The memory is that of the one that takes most.
@@ -268,7 +268,7 @@ def run_recipe(
     recipe = Recipe(model=build, data=objectives.few, steps=2, batch_size=1)
     executor = kind(StudySpec(recipe, ("loss",), 0), memory, len(trials))
     folder.mkdir(exist_ok=True)
-    given: dict[str, Any] = {"enqueue": trials, "name": "s", "root": folder, "callback": executor.see, **options}
+    given: dict[str, Any] = {"enqueue": trials, "name": "s", "folder": folder, "callback": executor.see, **options}
     return weft.tune(recipe, space, trials=len(trials), executor=executor, **given).trials, executor
 
 
@@ -333,7 +333,7 @@ def test_derived_dimensions_are_read_in_trials_and_are_no_parameters_of_the_stud
         executor = Shuffled(StudySpec(objective, ("loss",), 0), 1, 0)
         enqueue = [{"width": w, "deep": d} for w in (2, 3) for d in (0, 1)]
         options: dict[str, Any] = {"minimize": "loss", "executor": executor, "enqueue": enqueue}
-        found = weft.tune(objective, space, trials=4, name=name, root=tmp_path, **options)
+        found = weft.tune(objective, space, trials=4, name=name, folder=tmp_path, **options)
         assert [one.state for one in found.trials] == ["complete"] * 4, [one.info for one in found.trials]
         assert [set(one.params) - {"inner"} for one in found.trials] == [{"width", "deep"}] * 4
         for record in found.trials if name == "function" else ():
@@ -343,7 +343,7 @@ def test_derived_dimensions_are_read_in_trials_and_are_no_parameters_of_the_stud
 def test_a_derived_dimension_that_cannot_be_fails_its_trial_alone(tmp_path: Path) -> None:
     space = weft.Space()
     space.derive("part", 1 // space.integer("x", 0, 1))
-    options: dict[str, Any] = {"minimize": "v", "sampler": "grid", "root": tmp_path, "name": "s", "max_concurrent": 1}
+    options: dict[str, Any] = {"minimize": "v", "sampler": "grid", "folder": tmp_path, "name": "s", "max_concurrent": 1}
     spec = StudySpec(objectives.act, ("v",), 0)
     found = weft.tune(objectives.act, space, trials=2, executor=Shuffled(spec, 1, 0), **options)
     assert {one.params["x"]: one.state for one in found.trials} == {0: "failed", 1: "complete"}
@@ -399,7 +399,7 @@ def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(
 ) -> None:
     elsewhere = tmp_path / "study.db"
     asked: dict[str, Any] = {"objective": objectives.act, "space": _space(), "trials": 2, "minimize": "v"}
-    asked |= {"name": "s", "root": tmp_path / "runs", "storage": f"sqlite:///{elsewhere}", **change}
+    asked |= {"name": "s", "folder": tmp_path / "runs", "storage": f"sqlite:///{elsewhere}", **change}
     with pytest.raises((TuneError, SpaceError), match=words) as caught:
         weft.tune(asked.pop("objective"), asked.pop("space"), **asked)
     assert "\n" not in str(caught.value)
@@ -417,10 +417,10 @@ def test_a_recipe_may_leave_to_the_space_what_is_no_value_of_its_own(tmp_path: P
         model=hidden, data=objectives.few, optimizer="chosen", optimizer_options={"lr": 0.1}, steps=2, batch_size=8
     )
     executor = Shuffled(StudySpec(recipe, ("loss",), 0), 1, 0)
-    found = weft.tune(recipe, space, trials=2, name="s", root=tmp_path, executor=executor)
+    found = weft.tune(recipe, space, trials=2, name="s", folder=tmp_path, executor=executor)
     assert [one.state for one in found.trials] == ["complete"] * 2
     with pytest.raises(TuneError, match="chosen"):
-        weft.tune(recipe, _space(), trials=2, name="other", root=tmp_path)
+        weft.tune(recipe, _space(), trials=2, name="other", folder=tmp_path)
 
 
 def test_a_study_of_a_function_ends_with_its_best_trial_and_refuses_its_name_to_another(tmp_path: Path) -> None:
@@ -429,7 +429,7 @@ def test_a_study_of_a_function_ends_with_its_best_trial_and_refuses_its_name_to_
             "trials": 3,
             "minimize": "v",
             "name": "s",
-            "root": tmp_path,
+            "folder": tmp_path,
             "max_concurrent": 2,
             **change,
         }
@@ -447,6 +447,6 @@ def test_a_study_of_a_function_ends_with_its_best_trial_and_refuses_its_name_to_
         again(seed=1, resume=True)
     with pytest.raises(TuneError, match="another objective"):
         weft.tune(
-            objectives.act, _space(), trials=3, minimize="v", name="s", root=tmp_path, max_concurrent=2, resume=True
+            objectives.act, _space(), trials=3, minimize="v", name="s", folder=tmp_path, max_concurrent=2, resume=True
         )
     assert again(resume=True).trials == found.trials

@@ -17,14 +17,16 @@ from torch import nn
 
 from weft.elastic import Condition, Mixture
 from weft.errors import SpaceError, SupernetError
-from weft.space import Space
+from weft.space import Space, Subnet
 from weft.supernet import Chain, extract, initialise
 from weft.utils.rng import generator
 from weft.zoo import (
     conv_macro,
     darts,
     find,
+    macro_subnet,
     nas_bench_201,
+    nas_bench_macro,
     nas_bench_macro_entangled,
     nb201_key,
     nb201_subnet,
@@ -124,6 +126,7 @@ def test_a_cell_of_linear_operations_gives_the_expectation_over_all_its_subnets(
 
 
 def test_a_subnet_of_darts_has_two_inputs_for_each_node() -> None:
+    assert darts(all_edges=True).space.size() == 8**28
     chain = initialise(darts(3, 4), 0)
     rng = generator("inputs")
     for _ in range(20):
@@ -213,3 +216,35 @@ def test_a_subnet_of_once_for_all_has_the_depth_and_the_sizes_that_it_says() -> 
     depthwise = next(m for m in block.modules() if isinstance(m, nn.Conv2d) and m.groups > 1)
     assert depthwise.kernel_size == (7, 7)
     assert depthwise.out_channels == 6 * 40
+
+
+def test_both_forms_of_nas_bench_macro_have_one_space_and_networks_of_one_size() -> None:
+    apart, nested = initialise(nas_bench_macro(), 0), initialise(nas_bench_macro_entangled(), 0)
+    assert apart.space.id == nested.space.id
+    for key in ("00000000", "11111111", "22222222", "01210210"):
+        counts = {
+            sum(p.numel() for p in extract(chain, macro_subnet(chain.space, key)).parameters())
+            for chain in (apart, nested)
+        }
+        assert len(counts) == 1
+
+
+def test_the_gate_of_once_for_all_has_the_published_sizes() -> None:
+    chain = initialise(ofa_mobilenet_v3(), 0)
+    sizes = {}
+    for expansion, name in ((3, "small"), (6, "large")):
+        subnet = _all(chain, {"expand": expansion})
+        found = extract(chain, subnet).get_submodule("stage2_0.body.6.reduce")
+        assert isinstance(found, nn.Conv2d)
+        sizes[name] = (found.in_channels, found.out_channels)
+    assert sizes == {"small": (72, 24), "large": (144, 40)}
+    assert chain.module("stage5_0").body[6].expand.weight.shape[:2] == (672, 168)  # type: ignore[union-attr, index]
+
+
+def _all(chain: Chain, wanted: dict[str, int]) -> Subnet:
+    values = dict(chain.space.first().values)
+    for name in values:
+        for kind, value in wanted.items():
+            if name.startswith(kind):
+                values[name] = value
+    return chain.space.subnet(values)

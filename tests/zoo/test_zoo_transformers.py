@@ -14,6 +14,7 @@ import weft
 from weft import zoo
 from weft.data.builtin import digits
 from weft.elastic import Mixture, Module
+from weft.errors import SupernetError
 from weft.utils.rng import generator
 
 SIZES = {
@@ -155,3 +156,22 @@ def test_digits_are_learnt_by_random_subnets_and_by_a_mixture(mixed: bool, steps
         loss(Mixture.uniform(chain.space) if mixed else chain.space.sample(rng)).backward()
         optimizer.step()
     assert float(loss(judged).detach()) < 0.6 * before
+
+
+def test_a_language_model_looks_at_nothing_that_comes_later() -> None:
+    chain, words = small("gpt-test")
+    other = words.clone()
+    other[:, 4:] = (other[:, 4:] + 1) % 20
+    for pick in (chain.space.last(), Mixture.uniform(chain.space)):
+        with torch.no_grad():
+            first, second = chain(words, pick), chain(other, pick)
+        assert torch.equal(first[:, :4], second[:, :4])
+        assert not torch.equal(first[:, 4:], second[:, 4:])
+
+
+@pytest.mark.parametrize(
+    ("build", "words"), [(lambda: zoo.autoformer_tiny(image=30), "patches"), (lambda: zoo.conv_macro(size=8), "12")]
+)
+def test_images_that_a_space_cannot_take_are_refused(build: Callable[[], weft.Chain], words: str) -> None:
+    with pytest.raises(SupernetError, match=words):
+        build()

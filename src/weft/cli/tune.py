@@ -57,7 +57,7 @@ class StudyOptions(StudyExecution, StudyConfig):
 
     name: str | None = None
     """name of the study; that of the file if not given"""
-    root: str = "runs"
+    folder: str = "runs"
     """the directory that holds the studies"""
     storage: str | None = None
     """`sqlite:///...`, `postgresql://...` or another URL of Optuna; a file in the study's directory if not given"""
@@ -116,7 +116,7 @@ class StudyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 RENAMED = {
-    "runs": "study.root",
+    "runs": "study.folder",
     **{f"study.{before}": f"study.{now}" for before, now in OLD_FIELDS.items()},
     **{f"recipe.{before}": f"recipe.{now}" for before, now in OLD_RECIPE_FIELDS.items()},
 }
@@ -313,7 +313,7 @@ def tune(
             found = run_study(
                 *arguments,
                 own.name,
-                own.root,
+                own.folder,
                 own.storage,
                 resume,
                 own.enqueue,

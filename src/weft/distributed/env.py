@@ -1,12 +1,16 @@
-"""Which stage of how many this process is, as whoever started it says in the environment."""
+"""Which stage of how many this process is, as whoever started it says in the environment; and signals to it."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 
 from weft.errors import TrainError
 
@@ -98,3 +102,21 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
     if text is None or not text.isascii() or not text.isdigit():
         raise TrainError(f"{name} must be a whole number, but is {text!r} in the environment of this process")
     return int(text)
+
+
+@contextmanager
+def on_signals(handler: Callable[[int, FrameType | None], None], *names: str) -> Iterator[None]:
+    """Within the block the handler gets these signals. Only the main thread can listen; a signal that is ignored
+    (nohup) stays ignored."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        known = [getattr(signal, name) for name in names if hasattr(signal, name)]
+        before = {number: signal.getsignal(number) for number in known}
+        before = {number: old for number, old in before.items() if old not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from weft.distributed.env import on_signals
 from weft.distributed.log_forwarding import FromStages
 from weft.distributed.remote_call import STOPPED, Call, pickled, stage
 from weft.distributed.store import (
@@ -241,24 +242,6 @@ def inherited(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def on_signals(handler: Callable[[int, FrameType | None], None], *names: str) -> Iterator[None]:
-    """Within the block the handler gets these signals. Only the main thread can listen; a signal that is ignored
-    (nohup) stays ignored."""
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        known = [getattr(signal, name) for name in names if hasattr(signal, name)]
-        before = {number: signal.getsignal(number) for number in known}
-        before = {number: old for number, old in before.items() if old not in (signal.SIG_IGN, None)}
-    for number in before:
-        signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 class Deaths(logging.Handler):

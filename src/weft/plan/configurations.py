@@ -47,10 +47,6 @@ class SolvedConfig:
     cost: PlanCost
     memory_bound: bool = False  # whether more memory would make it faster
 
-    def with_bound(self, lower_bound: float) -> SolvedConfig:
-        """The same, where no plan of the configuration is below this bound."""
-        return replace(self, cost=replace(self.cost, lower_bound=min(lower_bound, self.cost.step_time)))
-
 
 class NotFaster(Exception):
     """The configuration is proven to be no faster than what was to be beaten; ``always``: with any memory."""
@@ -71,7 +67,7 @@ def solve_config(
 ) -> SolvedConfig:
     """Good splits within the memory of each device, the best ones on a single stage; raises OverLimit, with the least
     that would do, if none fit, and NotFaster if a step takes ``beat`` seconds or more."""
-    least = least_memory(config, allowed)
+    least = math.fsum(_least_memory(config, allowed))  # of one device of each stage together
     if least > config.stages * limit:
         raise OverLimit(least / config.stages, limit)
     found = tables(config.graph, config.mesh, machine, config.training, allowed, config.stages)
@@ -154,6 +150,7 @@ def price_assignment(
     own = [load for load, stage in zip(loads, stage_cut.stage, strict=True) if stage == fullest]
     kept = math.fsum(load.kept for load in own) + max((load.gathered for load in own), default=0.0)
     ideal = total / stages
+    launching = math.fsum(load.launch for load in loads)
     return SolvedConfig(
         config,
         found,
@@ -167,20 +164,13 @@ def price_assignment(
             memory=stage_cut.memory[fullest],
             parameters=kept,
             activations=stage_cut.memory[fullest] - kept,
-            lower_bound=step
-            if bound is None
-            else min(step, _step_seconds(config, max(bound, launches(config, machine)), found)),
+            lower_bound=step if bound is None else min(step, _step_seconds(config, max(bound, launching), found)),
         ),
     )
 
 
-def launches(config: ParallelConfig, machine: Machine) -> float:
-    """Seconds that the hosts of all stages need to start the kernels of a step, which no split makes fewer."""
-    return math.fsum(launches_of(config, machine))
-
-
-def launches_of(config: ParallelConfig, machine: Machine) -> list[float]:
-    """Seconds of each operator that a host needs to start its kernels."""
+def _launch_seconds(config: ParallelConfig, machine: Machine) -> list[float]:
+    """Seconds of a step that a host needs to start the kernels of each operator, which no split makes fewer."""
     once = machine.device.launch * config.training.microbatches
     return [
         once * (1 + (any(tensor.gradient for tensor in operator.outputs) and operator.kind != PARAMETER))
@@ -196,10 +186,9 @@ def _loads(config: ParallelConfig, machine: Machine, found: Tables, assignment: 
         seconds[reader] += float(table[assignment[source], assignment[reader]])
     gathered = gathered_bytes(config.graph, config.mesh, _splits(found, assignment), config.training.recompute)
     loads = []
-    for op, (operator, launch) in enumerate(zip(config.graph.operators, launches_of(config, machine), strict=True)):
+    for op, (operator, launch) in enumerate(zip(config.graph.operators, _launch_seconds(config, machine), strict=True)):
         memory = float(found.memory[op][assignment[op]])
-        parameter = operator.kind == PARAMETER
-        kept, activations = (memory, 0.0) if parameter else (0.0, memory)
+        kept, activations = (memory, 0.0) if operator.kind == PARAMETER else (0.0, memory)
         loads.append(OpLoad(seconds[op], kept, activations, launch, gathered[op]))
     return loads
 
@@ -212,15 +201,10 @@ def send_seconds(machine: Machine, config: ParallelConfig) -> float:
     return 1 / bandwidth / config.mesh.devices
 
 
-def least_memory(config: ParallelConfig, allowed: SplitFilter | None = None) -> float:
-    """The fewest bytes that any splits need, of one device of each stage together."""
-    return math.fsum(_least(config, allowed))
-
-
 def lightest_memory(config: ParallelConfig) -> float:
     """Bytes of a device under the lightest splits on one stage, with what these gather: a plan that surely fits."""
-    found = memories(config.graph, config.mesh, config.training)
     choices = split_choices(config.graph, config.mesh, None)
+    found = memories(config.graph, choices, config.mesh, config.training)
     lightest = [own[int(memory.argmin())] for own, memory in zip(choices, found, strict=True)]
     gathered = gathered_bytes(config.graph, config.mesh, lightest, config.training.recompute)
     return math.fsum(float(memory.min()) for memory in found) + max(gathered)
@@ -229,15 +213,17 @@ def lightest_memory(config: ParallelConfig) -> float:
 def least_of_stage(config: ParallelConfig) -> float:
     """Bytes that some stage needs on each of its devices at least: its equal part, or an operator with its parameters,
     which no cut divides."""
-    least = _least(config, None)
+    least = _least_memory(config, None)
     held = dict.fromkeys(range(len(least)), 0.0)
     for op, anchor in enumerate(stage_anchors(config.graph)):
         held[anchor] += least[op]
     return max(math.fsum(least) / config.stages, max(held.values(), default=0.0))
 
 
-def _least(config: ParallelConfig, allowed: SplitFilter | None) -> list[float]:
-    return [float(memory.min()) for memory in memories(config.graph, config.mesh, config.training, allowed)]
+def _least_memory(config: ParallelConfig, allowed: SplitFilter | None) -> list[float]:
+    """The fewest bytes of a device that any split of each operator needs."""
+    choices = split_choices(config.graph, config.mesh, allowed)
+    return [float(memory.min()) for memory in memories(config.graph, choices, config.mesh, config.training)]
 
 
 _MANY = 16  # beyond so many devices in a stage meshes have two axes at most
@@ -328,5 +314,5 @@ def least_seconds(config: ParallelConfig, machine: Machine) -> float:
     backward = machine.compute_seconds(back * flops, back * moved / share, training.dtype)
     times = np.where(back > 0, 2.0 if training.recompute else 1.0, 1.0)
     once = float((times * forward + backward).sum())
-    total = max(once * training.microbatches, launches(config, machine))
+    total = max(once * training.microbatches, math.fsum(_launch_seconds(config, machine)))
     return total / training.microbatches * (training.microbatches + config.stages - 1) / config.stages

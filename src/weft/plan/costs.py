@@ -108,7 +108,6 @@ def tables(
     """
     training = training or TrainingSpec()
     builder = _CostBuilder(mesh, machine, training)
-    kept = _kept(graph, training.recompute)
     choices = split_choices(graph, mesh, allowed)
     # Layers of a network are alike: what a table depends on is compared once, as a number.
     alike: dict[object, int] = {}
@@ -117,15 +116,12 @@ def tables(
         for operator, own in zip(graph.operators, choices, strict=True)
     ]
     compute: dict[int, Table] = {}
-    memory: dict[tuple[int, bool], Table] = {}
     edges: dict[tuple[int, int, int, int, bool], Table] = {}
     regathered = gathered_again(graph, training.recompute)
     moves: dict[tuple[int, int], Table] = {}
     for op, (operator, own, kind) in enumerate(zip(graph.operators, choices, kinds, strict=True)):
         if kind not in compute:
             compute[kind] = builder.compute(operator, own)
-        if (kind, kept[op]) not in memory:
-            memory[kind, kept[op]] = _memory(operator, own, kept[op], mesh, training)
         for number, read in enumerate(operator.reads):
             key = (kinds[read.source], read.output, kind, number, (op, number) in regathered)
             if key not in edges:
@@ -134,25 +130,19 @@ def tables(
                 edges[key] = builder.edge(*ends, source.kind == PARAMETER, (op, number) in regathered)
             edge = (read.source, op)
             moves[edge] = moves[edge] + edges[key] if edge in moves else edges[key]
-    for edge, table in (
-        shared_parameter_savings(graph, choices, mesh, partial(builder.edge, parameter=True)) if stages == 1 else ()
-    ):
-        moves[edge] = moves[edge] + table if edge in moves else table
-    return Tables(
-        mesh,
-        tuple(choices),
-        tuple(compute[kind] for kind in kinds),
-        moves,
-        tuple(memory[kind, own] for kind, own in zip(kinds, kept, strict=True)),
-    )
+    if stages == 1:
+        for edge, table in shared_parameter_savings(graph, choices, mesh, partial(builder.edge, parameter=True)):
+            moves[edge] = moves[edge] + table if edge in moves else table
+    memory = memories(graph, choices, mesh, training)
+    return Tables(mesh, tuple(choices), tuple(compute[kind] for kind in kinds), moves, tuple(memory))
 
 
-def memories(graph: Graph, mesh: Mesh, training: TrainingSpec, allowed: SplitFilter | None = None) -> list[Table]:
-    """The memory of the tables alone."""
+def memories(graph: Graph, choices: Sequence[tuple[OpSplit, ...]], mesh: Mesh, training: TrainingSpec) -> list[Table]:
+    """The memory of the tables alone, for these splits of each operator."""
     kept = _kept(graph, training.recompute)
     found: dict[object, Table] = {}
     every = []
-    for operator, own, keeps in zip(graph.operators, split_choices(graph, mesh, allowed), kept, strict=True):
+    for operator, own, keeps in zip(graph.operators, choices, kept, strict=True):
         key = (operator.kind, operator.dims, operator.outputs, operator.saved, own, keeps)
         if key not in found:
             found[key] = _memory(operator, own, keeps, mesh, training)
@@ -307,12 +297,10 @@ def shared_parameter_savings(
         stored = graph.operators[source]
         for (one, first), (other, second) in pairwise(reading.items()):
             least = fetch(stored.outputs[0], list(splits(stored, mesh)), first, choices[one]).min(0)
-            own, others = _operand_use(first, choices[one]), _operand_use(second, choices[other])
+            own, others = (
+                [(operand_placements(tensor, split), gradient_placements(tensor, split)) for split in choices[op]]
+                for op, tensor in ((one, first), (other, second))
+            )
             alike = np.array([[a == b for b in others] for a in own])
             if (alike & (least[:, None] > 0)).any():
                 yield (one, other), np.where(alike, -least[:, None], 0.0)
-
-
-def _operand_use(tensor: Tensor, choices: Sequence[OpSplit]) -> list[object]:
-    """The placements of an operand, and of its gradient, for every split."""
-    return [(operand_placements(tensor, split), gradient_placements(tensor, split)) for split in choices]

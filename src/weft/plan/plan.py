@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from weft.hardware.machine import Machine
 from weft.plan.baselines import Comparison
 from weft.plan.costs import PlanCost, TrainingSpec
 from weft.plan.graph import Graph
-from weft.plan.saved import to_json, to_saved
+from weft.plan.saved import COST_KEYS, FORMAT, operators
 from weft.plan.sharding import REPLICATED, Mesh, OpSplit, ShardingStrategy
 from weft.utils.files import disk_errors, write_json
 
@@ -104,11 +105,39 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values. ``splits`` may be edited by hand: for each operator the dimension that each mesh axis cuts."""
-        return to_json(self)
+        names = [operator.name for operator in self.graph.operators]
+        return {
+            "format": FORMAT,
+            "model": self.model,
+            "machine": self.machine,
+            "devices": self.devices,
+            "idle": self.unused_devices,
+            "mesh": list(self.mesh.sizes),
+            "stages": self.stages,
+            "microbatches": self.microbatches,
+            "recompute": self.recompute,
+            "untried": self.untried_configs,
+            "limit": None if math.isinf(self.memory_limit) else self.memory_limit,
+            "training": {"dtype": self.training.dtype, "optimizer_bytes": self.training.optimizer_bytes},
+            "cost": {COST_KEYS.get(name, name): value for name, value in asdict(self.cost).items()},
+            "splits": {name: list(self.names(op)) for op, name in enumerate(names)},
+            "stage": dict(zip(names, self.stage, strict=True)) if self.stages > 1 else {},
+            "compared": [
+                {
+                    "name": row.name,
+                    "mesh": row.mesh,
+                    "why": row.why,
+                    "step": row.cost.step_time if row.cost else None,
+                    "memory": row.cost.memory if row.cost else None,
+                }
+                for row in self.comparisons
+            ],
+        }
 
     def to_saved(self) -> dict[str, Any]:
         """What ``save`` writes: the plain values, and a row for each operator, which ``weft serve`` shows."""
-        return to_saved(self)
+        machine = {} if self.machine_spec is None else {"machine_spec": self.machine_spec.to_json()}
+        return {**self.to_json(), **machine, "operators": operators(self)}
 
     def save(self, path: Path | str) -> None:
         """Writes the plan as JSON, atomically; `weft.plan.load` reads it."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +16,7 @@ import msgspec
 from weft.errors import PlanError
 from weft.hardware.presets import preset
 from weft.plan.configurations import ParallelConfig, price_assignment
-from weft.plan.costs import PlanCost, Tables, tables
+from weft.plan.costs import Tables, tables
 from weft.plan.graph import PARAMETER, Graph, Tensor, batch_dims
 from weft.plan.redistribution import gathered_bytes
 from weft.plan.sharding import (
@@ -128,71 +127,15 @@ def read_splits(graph: Graph, mesh: Mesh, given: Mapping[str, Any]) -> tuple[OpS
     return tuple(found)
 
 
-def to_json(plan: Plan) -> dict[str, Any]:
-    """Plain values. ``splits`` may be edited by hand: for each operator the dimension that each mesh axis cuts."""
-    names = [operator.name for operator in plan.graph.operators]
-    return {
-        "format": FORMAT,
-        "model": plan.model,
-        "machine": plan.machine,
-        "devices": plan.devices,
-        "idle": plan.unused_devices,
-        "mesh": list(plan.mesh.sizes),
-        "stages": plan.stages,
-        "microbatches": plan.microbatches,
-        "recompute": plan.recompute,
-        "untried": plan.untried_configs,
-        "limit": None if math.isinf(plan.memory_limit) else plan.memory_limit,
-        "training": {"dtype": plan.training.dtype, "optimizer_bytes": plan.training.optimizer_bytes},
-        "cost": {COST_KEYS.get(name, name): value for name, value in asdict(plan.cost).items()},
-        "splits": {name: list(plan.names(op)) for op, name in enumerate(names)},
-        "stage": dict(zip(names, plan.stage, strict=True)) if plan.stages > 1 else {},
-        "compared": [
-            {
-                "name": row.name,
-                "mesh": row.mesh,
-                "why": row.why,
-                "step": row.cost.step_time if row.cost else None,
-                "memory": row.cost.memory if row.cost else None,
-            }
-            for row in plan.comparisons
-        ],
-    }
-
-
-def to_saved(plan: Plan) -> dict[str, Any]:
-    """What a file holds: the plain values of the plan, the machine, and a row for each operator."""
-    machine = {} if plan.machine_spec is None else {"machine_spec": plan.machine_spec.to_json()}
-    return {**to_json(plan), **machine, "operators": operators(plan)}
-
-
-@dataclass(frozen=True, slots=True)
-class OpCosts:
-    """Of each operator, in the order of the graph: seconds of a step, and bytes of a device.
-
-    ``communication`` is what its reads and their gradients take to move; ``moved`` are the edges, as (source, reader),
-    that move anything. ``weights`` and ``states`` (gradients and the optimizer's) are of parameters, ``activations`` of
-    one micro-batch in flight, ``gathered`` is what gathered weights and their gradients take while the operator runs.
-    """
-
-    compute: tuple[float, ...]
-    communication: tuple[float, ...]
-    moved: frozenset[tuple[int, int]]
-    weights: tuple[float, ...]
-    states: tuple[float, ...]
-    activations: tuple[float, ...]
-    gathered: tuple[float, ...]
-
-
 def operators(plan: Plan) -> list[dict[str, Any]]:
     """A row for each operator: what it is, its split as names of dimensions, what it reads and gives, whole and on a
     device, and its costs where they are known. A read is ``moved`` where anything goes from one device to another."""
-    costs, batch = op_costs(plan), batch_dims(plan.graph)
-    moved = set(costs.moved) if costs else set()
+    costs, moved = op_costs(plan) or ({}, set())
+    batch = batch_dims(plan.graph)
     rows = []
     for op, operator in enumerate(plan.graph.operators):
         split, dim = plan.splits[op], batch[op]
-        row = {
+        row: dict[str, Any] = {
             "name": operator.name,
             "kind": operator.kind,
             "target": operator.target,
@@ -215,16 +158,19 @@ def operators(plan: Plan) -> list[dict[str, Any]]:
             ],
             "gives": [_tensor(own, result_placements(own, split), plan.mesh) for own in operator.outputs],
         }
-        if costs:
-            for name in ("compute", "communication", "weights", "states", "activations", "gathered"):
-                row[name] = getattr(costs, name)[op]
-        rows.append(row)
+        rows.append({**row, **{name: values[op] for name, values in costs.items()}})
     return rows
 
 
-def op_costs(plan: Plan) -> OpCosts | None:
-    """The costs of each operator, on the machine of the plan or the preset that it names; None where they cannot be
-    known: the machine is not, or the costs of the plan are others, as after its splits were edited."""
+def op_costs(plan: Plan) -> tuple[dict[str, list[float]], set[tuple[int, int]]] | None:
+    """Columns of costs, a value for each operator, and the edges (source, reader) that move anything: on the machine of
+    the plan or the preset that it names. None where the costs cannot be known: the machine is not, or the costs of the
+    plan are others, as after its splits were edited.
+
+    ``compute`` and ``communication`` (of its reads and their gradients) are seconds of a step, the others bytes of a
+    device: ``weights`` and ``states`` (gradients and the optimizer's) of parameters, ``activations`` of one micro-batch
+    in flight, ``gathered`` of gathered weights and their gradients while the operator runs.
+    """
     try:
         found = _tables(plan, plan.machine_spec or preset(plan.machine))
     except PlanError:
@@ -234,23 +180,26 @@ def op_costs(plan: Plan) -> OpCosts | None:
     communication = [0.0] * len(plan.graph)
     for (_, reader), table in found.moves.items():
         communication[reader] += float(table[0, 0])
-    memory = [float(table[0]) for table in found.memory]
-    parameters = [operator.kind == PARAMETER for operator in plan.graph.operators]
-    weights = [
-        operator.outputs[0].bytes / shards(result_placements(operator.outputs[0], split), plan.mesh)
-        if parameter
-        else 0.0
-        for operator, split, parameter in zip(plan.graph.operators, plan.splits, parameters, strict=True)
-    ]
-    return OpCosts(
-        tuple(float(table[0]) for table in found.compute),
-        tuple(communication),
-        frozenset(edge for edge, table in found.moves.items() if table[0, 0] > 0),
-        tuple(weights),
-        tuple(b - w if own else 0.0 for b, w, own in zip(memory, weights, parameters, strict=True)),
-        tuple(0.0 if own else b for b, own in zip(memory, parameters, strict=True)),
-        tuple(gathered_bytes(plan.graph, plan.mesh, plan.splits, plan.recompute)),
-    )
+    weights, states, activations = [], [], []
+    for operator, split, table in zip(plan.graph.operators, plan.splits, found.memory, strict=True):
+        parameter, memory = operator.kind == PARAMETER, float(table[0])
+        own = (
+            operator.outputs[0].bytes / shards(result_placements(operator.outputs[0], split), plan.mesh)
+            if parameter
+            else 0.0
+        )
+        weights.append(own)
+        states.append(memory - own if parameter else 0.0)
+        activations.append(0.0 if parameter else memory)
+    columns = {
+        "compute": [float(table[0]) for table in found.compute],
+        "communication": communication,
+        "weights": weights,
+        "states": states,
+        "activations": activations,
+        "gathered": gathered_bytes(plan.graph, plan.mesh, plan.splits, plan.recompute),
+    }
+    return columns, {edge for edge, table in found.moves.items() if table[0, 0] > 0}
 
 
 def _tensor(tensor: Tensor, placements: Placements, mesh: Mesh) -> dict[str, Any]:
@@ -260,17 +209,13 @@ def _tensor(tensor: Tensor, placements: Placements, mesh: Mesh) -> dict[str, Any
 
 def _tables(plan: Plan, machine: Machine) -> Tables | None:
     """The tables that have each operator's own split alone, if they give the costs of the plan."""
-    made, cost = _priced(plan, machine)
-    pairs = [(getattr(cost, name), getattr(plan.cost, name)) for name in ("compute", "communication", "memory")]
-    return made if all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-12) for a, b in pairs) else None
-
-
-def _priced(plan: Plan, machine: Machine) -> tuple[Tables, PlanCost]:
     own = plan.splits
     made = tables(plan.graph, plan.mesh, machine, plan.training, lambda at, split: split == own[at], plan.stages)
     config = ParallelConfig(plan.graph, plan.mesh, plan.stages, plan.training)
     assignment = (0,) * len(plan.graph)
     try:
-        return made, price_assignment(config, machine, made, assignment, plan.memory_limit).cost
+        cost = price_assignment(config, machine, made, assignment, plan.memory_limit).cost
     except OverLimit:
-        return made, price_assignment(config, machine, made, assignment, math.inf).cost
+        cost = price_assignment(config, machine, made, assignment, math.inf).cost
+    pairs = [(getattr(cost, name), getattr(plan.cost, name)) for name in ("compute", "communication", "memory")]
+    return made if all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-12) for a, b in pairs) else None

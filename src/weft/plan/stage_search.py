@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +49,8 @@ def solve_stages(
         except OverLimit:
             break
         if made.cost.step_time < best.cost.step_time:
-            best = made.with_bound(found.cost.lower_bound)
+            bound = min(found.cost.lower_bound, made.cost.step_time)
+            best = replace(made, cost=replace(made.cost, lower_bound=bound))
     return best
 
 

@@ -74,13 +74,10 @@ class Expr:
 
     def partial(self, assignment: Mapping[str, Value]) -> Expr:
         """The expression that is left once some names are known; what cannot be computed stays as it is."""
-        return self._rewrite({name: Expr.of(value) for name, value in assignment.items()})
+        return self.substitute({name: Expr.of(value) for name, value in assignment.items()})
 
     def substitute(self, meanings: Mapping[str, Expr]) -> Expr:
-        """The expression with names replaced by what they stand for."""
-        return self._rewrite(meanings)
-
-    def _rewrite(self, meanings: Mapping[str, Expr]) -> Expr:
+        """The expression with names replaced by what they stand for; what is known then is computed."""
         if self.names.isdisjoint(meanings):
             return self
         stack: list[tuple[Token, ...]] = []

@@ -195,8 +195,7 @@ class Shrinking(Stream):
     @property
     def bits(self) -> float:
         """At the end, when all is open."""
-        free = [c for name, c in self._rules.choices.items() if name not in self._rules.conditions]
-        return sum(math.inf if c.options is None else math.log2(len(c.options)) for c in free)
+        return always_active_bits(self._rules, math.log2)
 
     def options(self) -> dict[str, object]:
         return {"steps": self.steps, "order": list(self.order), "alone": self.alone}

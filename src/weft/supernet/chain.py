@@ -71,24 +71,9 @@ class Chain(nn.Module):
                     block.is_architecture,
                     block.forward_fn,
                 )
-                self._register(name, as_module(candidate, name))
+                _set_module(self, name, as_module(candidate, name))
         self.ties = make_ties(tie, self.layers)
         _check_layers(self)
-
-    def _register(self, name: str, module: nn.Module) -> None:
-        block, _, label = name.partition(".")
-        parent: nn.Module = self
-        if label:
-            if block not in self._modules:
-                self._add(self, block, nn.Module())
-            parent = self.get_submodule(block)
-        self._add(parent, label or block, module)
-
-    def _add(self, parent: nn.Module, name: str, module: nn.Module) -> None:
-        try:
-            parent.add_module(name, module)
-        except KeyError:
-            raise SupernetError(f"'{name}' is taken by an attribute of nn.Module: choose another name") from None
 
     def module(self, layer: str | Layer) -> nn.Module:
         """The module of a layer."""
@@ -127,13 +112,19 @@ class Chain(nn.Module):
         activations = self.enter(inputs) if isinstance(inputs, Mapping) else as_activations(inputs, "the chain's input")
         if isinstance(subnet, Mixture):
             for block in self.blocks:
-                modules = {name: self.module(name) for name in block.candidates()}
-                extras = extra_inputs(self.layers[next(iter(modules))], batch, subnet)
-                activations = block.mixed(modules, activations, subnet, extras)
+                activations = self.run_mixed(block, batch, activations, subnet)
             return activations[0] if len(activations) == 1 else activations
         for layer in self.route(subnet):
             activations = run_layer(layer, self.module(layer), activations, extra_inputs(layer, batch, subnet))
         return activations[0] if len(activations) == 1 else activations
+
+    def run_mixed(
+        self, block: Block, batch: Mapping[str, Tensor], activations: Activations, mixture: Mixture
+    ) -> Activations:
+        """The expectation of a block's output under a mixture."""
+        modules = {name: self.module(name) for name in block.candidates()}
+        extras = extra_inputs(self.layers[next(iter(modules))], batch, mixture)
+        return block.mixed(modules, activations, mixture, extras)
 
     def largest(self) -> Subnet:
         """The subnet with the most parameters in every choice block; other choices at their last option.
@@ -194,7 +185,7 @@ def initialise(
     for name in built:
         if name not in net.layers:
             raise SupernetError(f"no layer is named '{name}'{nearest(name, net.layers)}")
-        _replace(net, name, build_layer(net.module(name), name, seed, torch.device(device)))
+        _set_module(net, name, build_layer(net.module(name), name, seed, torch.device(device)))
     copy_tied_weights(net, seed, built)
     _check_layers(net)
     return net
@@ -222,7 +213,7 @@ def build_on_meta(net: Chain | Factory) -> Chain:
             with torch_seeded(0, "build"):
                 chain = _call_factory(net)
     for name in chain.layers:
-        _replace(chain, name, build_layer_on_meta(chain.module(name), name))
+        _set_module(chain, name, build_layer_on_meta(chain.module(name), name))
     return chain
 
 
@@ -233,10 +224,17 @@ def _call_factory(factory: Factory) -> Chain:
     return chain
 
 
-def _replace(chain: Chain, name: str, module: nn.Module) -> None:
+def _set_module(chain: Chain, name: str, module: nn.Module) -> None:
     block, _, label = name.rpartition(".")
-    parent = chain.get_submodule(block) if block else chain
-    parent.add_module(label, module)
+    parent: nn.Module = chain
+    try:
+        if block:
+            if block not in chain._modules:
+                chain.add_module(block, nn.Module())
+            parent = chain.get_submodule(block)
+        parent.add_module(label, module)
+    except KeyError as error:
+        raise SupernetError(f"layer '{name}': {error.args[0]} in nn.Module, so choose another name") from None
 
 
 def _common_space(blocks: Sequence[Block]) -> Space:

@@ -23,10 +23,7 @@ from weft.supernet.blocks import Block, Choice, Extras, Modules
 from weft.supernet.chain import Chain, Factory
 from weft.supernet.layer import (
     Activations,
-    Candidate,
-    ForwardFn,
     LazyLayer,
-    as_module,
     build_layer_on_meta,
     extra_inputs,
     run_layer,
@@ -133,7 +130,8 @@ def _read_by(block: Block, chain: Chain) -> set[str]:
     names_read: set[str] = set()
     if block.name in chain.space.choices:
         names_read.add(block.name)
-    names_read |= set(getattr(getattr(block, "condition", None), "names", ()))
+    if block.condition is not None:
+        names_read |= set(block.condition.names)
     for part in parts(block, chain):
         if isinstance(part, Module):
             names_read |= set(part.reads)
@@ -147,15 +145,10 @@ def parts(block: Block, chain: Chain) -> Iterator[nn.Module]:
         yield from (build_layer_on_meta(module, name) if isinstance(module, LazyLayer) else module).modules()
 
 
-class _Always:
+class _Always(Block):
     """The base of both kinds of blocks: every micro-batch uses their one layer."""
 
-    elastic = False
     shared = True
-    name: str
-
-    def pick(self, subnet: Subnet) -> str | None:
-        return self.name
 
     def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, extras: Extras) -> Activations:
         raise SupernetError("this chain is a mixture already: give it a batch and any subnet")
@@ -163,41 +156,27 @@ class _Always:
 
 class _ArchitectureBlock(_Always):
     is_architecture = True
-    consistency: str | None = None
-    forward_fn: ForwardFn | None = None
-    space: Space | None
 
     def __init__(
         self, space: Space, name: str, names: Sequence[str], relax: Relax, begins: bool, extra_inputs: Sequence[str]
     ) -> None:
-        self.name, self.space, self.extra_inputs = name, space, tuple(extra_inputs)
-        self._make = partial(Architecture, [len(choice_options(space, n)) for n in names], relax, begins)
-
-    def candidates(self) -> Mapping[str, Candidate]:
-        return {self.name: self._make}
+        make = partial(Architecture, [len(choice_options(space, n)) for n in names], relax, begins)
+        super().__init__(name, space, {name: make}, extra_inputs=extra_inputs)
 
 
 class _MixedBlock(_Always):
-    is_architecture = False
-    forward_fn: ForwardFn | None
-    space: Space | None
-
     def __init__(self, block: Block, chain: Chain, space: Space, known: tuple[str, ...]) -> None:
         self._block, self._space, self._known = block, space, known
-        self.name, self.extra_inputs, self.consistency = block.name, block.extra_inputs, block.consistency
-        self.space = space
         names = list(block.candidates())
         if names == [block.name]:
-            self._module = chain.module(block.name)
+            module = chain.module(block.name)
         else:
-            self._module = nn.Module()
+            module = nn.Module()
             for name in names:
-                self._module.add_module(name.partition(".")[2], as_module(chain.module(name), name))
+                module.add_module(name.partition(".")[2], chain.module(name))
+        layers = {block.name: module.factory if isinstance(module, LazyLayer) else module}
+        super().__init__(block.name, space, layers, extra_inputs=block.extra_inputs, consistency=block.consistency)
         self.forward_fn = self._run
-
-    def candidates(self) -> Mapping[str, Candidate]:
-        module = self._module
-        return {self.name: module.factory if isinstance(module, LazyLayer) else module}
 
     def _run(self, module: nn.Module, activations: Activations, extras: Mapping[str, Any]) -> Activations:
         if isinstance(self._block, Choice):
@@ -242,9 +221,7 @@ def _off(chain: Chain, batch: Mapping[str, Tensor], subnet: Subnet) -> tuple[str
     alone = together = chain.enter(batch)
     route = {layer.block: layer for layer in chain.route(subnet)}
     for index, block in enumerate(chain.blocks):
-        modules = {name: chain.module(name) for name in block.candidates()}
-        extras = extra_inputs(chain.layers[next(iter(modules))], batch, certain)
-        together = block.mixed(modules, together, certain, extras)
+        together = chain.run_mixed(block, batch, together, certain)
         if index in route:
             layer = route[index]
             alone = run_layer(layer, chain.module(layer), alone, extra_inputs(layer, batch, subnet))

@@ -20,7 +20,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from weft.distributed.env import DistEnv, read_env
 from weft.distributed.heartbeat import Heartbeat
-from weft.distributed.launcher import launch
 from weft.distributed.log_forwarding import EventsToParent
 from weft.distributed.rank_loop import RankLoop
 from weft.distributed.remote_call import Call, pickled
@@ -78,6 +77,8 @@ def run_stages(
             cores,
             enough,
         )
+    from weft.distributed.launcher import launch  # with torch elastic, which a run on one device does not need
+
     run = open_it()
     new = not run.events.path.exists()
     restarts = job.execution.max_restarts

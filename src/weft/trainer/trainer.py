@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from weft.data import Data
-from weft.distributed.launcher import on_signals
+from weft.distributed.env import on_signals
 from weft.distributed.store import ControlStore
 from weft.distributed.transport import PeerLost
 from weft.elastic.mixture import choice_options
@@ -151,7 +151,8 @@ class Trainer:
         Raises KeyboardInterrupt after a checkpoint where the user stops the run.
         """
         config, engine = self.config, self.engine
-        keep_freed_memory(engine.layers.device)
+        if engine.layers.device.type == "cpu":
+            keep_freed_memory()
         self.emit("started", **self._started())
         writer = CheckpointWriter(self.run.checkpoints, self.store)
         with self._reported(), deterministic(engine.layers.device), engine.layers.seeder.preserved():

@@ -38,7 +38,7 @@ def tune(
     *,
     execution: StudyExecution | None = None,
     name: str | None = None,
-    root: Path | str = "runs",
+    folder: Path | str = "runs",
     storage: str | None = None,
     resume: bool = False,
     enqueue: Iterable[Mapping[str, Value]] = (),
@@ -53,7 +53,7 @@ def tune(
     executed. ``options`` are fields of the two by name: ``weft.tune(recipe, space, trials=40, maximize="accuracy",
     devices=["cuda:0"])``. The result follows from the seed, whatever the number of devices and workers.
 
-    The study is kept in ``root/name``, its trials in the database at ``storage``, a file in that directory if not
+    The study is kept in ``folder/name``, its trials in the database at ``storage``, a file in that directory if not
     given. Trials in ``enqueue`` come first; values that they lack are drawn. After Ctrl-C or a crash ``resume=True``
     continues a study. ``progress`` shows a live table; ``callback`` is called after everything that happens.
     """
@@ -64,7 +64,7 @@ def tune(
         callbacks = [] if callback is None else [callback]
         if progress:
             callbacks.append(stack.enter_context(LiveTable()).update)
-        return run_study(objective, space, config, execution, name, root, storage, resume, enqueue, callbacks)
+        return run_study(objective, space, config, execution, name, folder, storage, resume, enqueue, callbacks)
 
 
 def run_study(
@@ -73,7 +73,7 @@ def run_study(
     config: StudyConfig,
     execution: StudyExecution,
     name: str | None,
-    root: Path | str,
+    folder: Path | str,
     storage: str | None,
     resume: bool,
     enqueue: Iterable[Mapping[str, Value]] = (),
@@ -101,7 +101,7 @@ def run_study(
         if executor is not execution.executor:
             stack.callback(executor.close)  # before MPS ends, which waits for the processes that it serves
         contract = resume_contract(spec, config, executor.devices, execution.threads, space)
-        run, is_new = _directory(Path(root), name)
+        run, is_new = _directory(Path(folder), name)
         stack.enter_context(run.locked())
         study = None
         try:
@@ -255,10 +255,10 @@ def _undo(study: Study | None, run: Run | None) -> None:
         shutil.rmtree(run.path, ignore_errors=True)
 
 
-def _directory(root: Path, name: str) -> tuple[Run, bool]:
+def _directory(folder: Path, name: str) -> tuple[Run, bool]:
     """The study's directory, and whether it is new."""
-    is_new = not (root / name).exists()
-    run = Run.create(root, name, manifest={"kind": "study"}, exist_ok=True)
+    is_new = not (folder / name).exists()
+    run = Run.create(folder, name, manifest={"kind": "study"}, exist_ok=True)
     if run.manifest.get("kind") != "study":
         raise RunError(f"'{run.path}' holds a run that is no study: choose another name")
     return run, is_new

@@ -115,7 +115,7 @@ OLD_FIELDS = {
     "workers": "jobs_per_device",
     "retries": "max_retries",
     "seconds": "timeout",
-    "runs": "root",
+    "runs": "folder",
     "show": "progress",
     "watch": "callback",
 }

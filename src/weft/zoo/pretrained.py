@@ -138,6 +138,11 @@ def fill(module: Any, **tensors: Tensor | None) -> None:
             setattr(module, name, nn.Parameter(copied, tensor.requires_grad))
 
 
+def fill_like(module: Any, source: Any) -> None:
+    """Gives a module copies of the weight and, where it has one, the bias of another."""
+    fill(module, **{name: getattr(source, name) for name in ("weight", "bias") if hasattr(source, name)})
+
+
 def activation(name: str, own: nn.Module) -> Callable[[], nn.Module]:
     """How to make the model's activation: one of torch's with the same bits where there is one, else a copy."""
     known: dict[str, Callable[[], nn.Module]] = {
@@ -216,8 +221,8 @@ def gpt2(model: Any, request: ElasticSizes) -> Chain:
             (made.mlp.down, block.mlp.c_proj),
         ]
         for part, source in pairs:
-            fill(part, weight=source.weight, bias=source.bias)
-    fill(head.norm, weight=body.ln_f.weight, bias=body.ln_f.bias)
+            fill_like(part, source)
+    fill_like(head.norm, body.ln_f)
     fill(head.linear, weight=model.lm_head.weight)
     return request.chain(first, layers, head)
 
@@ -265,10 +270,10 @@ def llama(model: Any, request: ElasticSizes) -> Chain:
         head = Head(space, width, config.vocab_size, norm=norm, bias=False)
     fill(first.token, weight=body.embed_tokens.weight)
     for made, block in zip(layers, body.layers, strict=True):
-        fill(made.norm1, weight=block.input_layernorm.weight)
-        fill(made.norm2, weight=block.post_attention_layernorm.weight)
         source, mlp = block.self_attn, block.mlp
         pairs = [
+            (made.norm1, block.input_layernorm),
+            (made.norm2, block.post_attention_layernorm),
             (made.attention.q, source.q_proj),
             (made.attention.k, source.k_proj),
             (made.attention.v, source.v_proj),
@@ -278,8 +283,8 @@ def llama(model: Any, request: ElasticSizes) -> Chain:
             (made.mlp.down, mlp.down_proj),
         ]
         for part, linear in pairs:
-            fill(part, weight=linear.weight, bias=linear.bias)
-    fill(head.norm, weight=body.norm.weight)
+            fill_like(part, linear)
+    fill_like(head.norm, body.norm)
     fill(head.linear, weight=model.lm_head.weight)
     return request.chain(first, layers, head)
 
@@ -312,7 +317,7 @@ def vit(model: Any, request: ElasticSizes) -> Chain:
             layers.append(TransformerBlock(space, width, attention, mlp, norm, drop))
         head = Head(space, width, config.num_labels, "first", norm)
     source = body.embeddings
-    fill(first.patches, weight=source.patch_embeddings.projection.weight, bias=source.patch_embeddings.projection.bias)
+    fill_like(first.patches, source.patch_embeddings.projection)
     fill(first.first, weight=source.cls_token[0])
     fill(first.place, weight=source.position_embeddings[0])
     for made, block in zip(layers, body.layers, strict=True):
@@ -327,7 +332,7 @@ def vit(model: Any, request: ElasticSizes) -> Chain:
             (made.mlp.down, block.mlp.fc2),
         ]
         for part, own in pairs:
-            fill(part, weight=own.weight, bias=own.bias)
-    fill(head.norm, weight=body.layernorm.weight, bias=body.layernorm.bias)
-    fill(head.linear, weight=model.classifier.weight, bias=model.classifier.bias)
+            fill_like(part, own)
+    fill_like(head.norm, body.layernorm)
+    fill_like(head.linear, model.classifier)
     return request.chain(first, layers, head)

@@ -185,12 +185,11 @@ def _space(
 ) -> IterationSpace | None:
     overload = getattr(node.target, "_overloadname", "")
     rule = RULES.get(f"{target}.{overload}") or RULES.get(target)
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    if rule is None and pointwise:
+    if rule is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
         rule = elementwise
     if rule is None or (schema := getattr(node.target, "_schema", None)) is None or schema.is_mutable:
         return None
-    call = OpCall(target, overload, _arguments(node, operands), operands, results, pointwise)
+    call = OpCall(target, overload, _arguments(node, operands), operands, results)
     try:
         return rule(call)
     except Exception as problem:  # a rule must not be in the way of a plan: without it the operator is replicated

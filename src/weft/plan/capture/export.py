@@ -10,7 +10,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from weft.errors import PlanError
-from weft.nn.batch import call_model
+from weft.nn.batch import batch_items, call_model
 from weft.plan.capture.diagnose import diagnose
 
 Batch = Tensor | tuple[Any, ...] | Mapping[str, Any]
@@ -40,19 +40,12 @@ class NamedBatch:
 
     @classmethod
     def of(cls, batch: Batch, model: nn.Module) -> NamedBatch:
-        parts: dict[int | str, Any]
-        if isinstance(batch, Tensor):
-            parts = {0: batch}
-        elif isinstance(batch, Mapping):
-            parts = dict(batch.items())
-        elif isinstance(batch, (tuple, list)):
-            parts = dict(enumerate(batch))
-        else:
+        if not isinstance(batch, (Tensor, Mapping, tuple, list)):
             raise PlanError(f"a batch is a tensor, a tuple or a mapping, not {type(batch).__name__}")
         device = next((value.device for value in model.parameters()), torch.device("cpu"))
         tensors: dict[str, Tensor] = {}
         keys: dict[str, int | str] = {}
-        for key, value in parts.items():
+        for key, value in [(0, batch)] if isinstance(batch, Tensor) else batch_items(batch):
             if isinstance(value, Tensor):
                 name = f"input_{key}" if isinstance(key, int) or not key.isidentifier() else key
                 tensors[name] = _copy(value, device)
@@ -99,42 +92,38 @@ class ExportResult:
 
 
 def export_program(model: nn.Module, named: NamedBatch, loss: Loss | None) -> ExportResult:
-    """The program of the first method that works. PlanError with the reasons where none does."""
-    problems: list[tuple[str, BaseException]] = []
+    """The program by export, or by deterministic export where that fails; PlanError with the reasons where both do."""
     with with_loss(model, named, loss), _quiet(), true_lstm_states():
-        for method, attempt in METHODS.items():
-            try:
-                with custom_functions() as functions:
-                    found = attempt(model, named)
-            except Exception as problem:  # whatever export runs into, the next method may not
-                log.info("capture by %s failed: %s", method, str(problem).strip().split("\n")[0])
-                problems.append((method, problem))
-                continue
-            notes = found.notes
-            if functions:
-                names = ", ".join(sorted(functions))
-                notes = (
-                    *notes,
-                    f"a program has the forward of {names}: its gradient is that of the forward's operators",
-                )
-            if problems:
-                reason = f"captured by {method}, since {problems[0][0]} failed: {diagnose(problems[0][1])}"
-                notes = (reason, *notes)
-                log.warning("%s: %s", type(model).__name__, "; ".join(notes))
-            return replace(found, method=method, notes=notes)
-    tried = "; ".join(method for method, _ in problems)
-    reasons = dict.fromkeys(diagnose(problem) for _, problem in (problems[0], problems[-1]))
-    last = "".join(f"; by {problems[-1][0]}: {reason}" for reason in list(reasons)[1:])
-    text = f"{type(model).__name__} cannot be captured (tried: {tried}): {next(iter(reasons))}{last}"
-    raise PlanError(text) from problems[0][1]
+        try:
+            return _export(model, named, "export", ())
+        except Exception as problem:  # whatever export runs into, the other method may not
+            first, reason = problem, diagnose(problem)
+            log.info("capture by export failed: %s", reason)
+        method = "deterministic export"
+        try:
+            with deterministic(model) as mode:
+                found = _export(model, named, method, mode.notes)
+        except Exception as problem:
+            more = f"; by {method}: {other}" if (other := diagnose(problem)) != reason else ""
+            text = f"{type(model).__name__} cannot be captured (tried: export; {method}): {reason}{more}"
+            raise PlanError(text) from first
+        found = replace(found, notes=(f"captured by {method}, since export failed: {reason}", *found.notes))
+        log.warning("%s: %s", type(model).__name__, "; ".join(found.notes))
+        return found
 
 
-def _export(model: nn.Module, named: NamedBatch) -> ExportResult:
-    exported = torch.export.export(model, (), dict(named.tensors), strict=False)
-    detach_no_grad(exported.graph_module)
-    # An empty table decomposes no operator: it makes the program functional, and linear, attention and losses stay one
-    # operator each.
-    exported = exported.run_decompositions({})
+def _export(model: nn.Module, named: NamedBatch, method: str, changes: Collection[str]) -> ExportResult:
+    """The program; ``changes`` are those that the method made to the model's calls once it is exported."""
+    with custom_functions() as functions:
+        exported = torch.export.export(model, (), dict(named.tensors), strict=False)
+        detach_no_grad(exported.graph_module)
+        # An empty table decomposes no operator: it makes the program functional, and linear, attention and losses stay
+        # one operator each.
+        exported = exported.run_decompositions({})
+    notes = sorted(changes)
+    if functions:
+        names = ", ".join(sorted(functions))
+        notes.append(f"a program has the forward of {names}: its gradient is that of the forward's operators")
     normalize(exported.graph_module)
     signature = exported.graph_signature
     constants = {
@@ -147,26 +136,15 @@ def _export(model: nn.Module, named: NamedBatch) -> ExportResult:
             raise RuntimeError(f"a tensor of the forward {tuple(value.shape)} became the constant '{node}'")
     return ExportResult(
         program=exported,
-        method="",
+        method=method,
         parameters=dict(signature.inputs_to_parameters),
         buffers=dict(signature.inputs_to_buffers),
         constants=constants,
         inputs={str(node): named.keys[name] for node, name in zip(signature.user_inputs, named.tensors, strict=True)},
         results=tuple(node for node in signature.user_outputs if isinstance(node, str)),
         mutated=dict(signature.buffers_to_mutate),
+        notes=tuple(notes),
     )
-
-
-def _export_deterministic(model: nn.Module, named: NamedBatch) -> ExportResult:
-    with deterministic(model) as mode:
-        found = _export(model, named)
-    return replace(found, notes=tuple(sorted(mode.notes)))
-
-
-METHODS: Mapping[str, Callable[[nn.Module, NamedBatch], ExportResult]] = {
-    "export": _export,
-    "deterministic export": _export_deterministic,
-}
 
 
 @contextlib.contextmanager

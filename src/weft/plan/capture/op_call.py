@@ -61,7 +61,6 @@ class OpCall:
     given: Mapping[str, Any]
     operands: tuple[TensorValue, ...]
     results: tuple[TensorValue, ...]
-    pointwise: bool = False
 
     def axis(self, rank: int, name: str = "dim") -> int:
         """An argument that is one axis, counted from the front."""

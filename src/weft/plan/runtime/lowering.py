@@ -23,6 +23,7 @@ from weft.plan.runtime.program import (
     fill_operands,
     leaves,
     operands,
+    replace_leaves,
 )
 from weft.plan.runtime.random_ops import is_random, skip_draw
 from weft.plan.runtime.redistribute import (
@@ -58,6 +59,10 @@ class Redistribute:
     def reads(self) -> Iterable[int]:
         return (self.source,)
 
+    @property
+    def writes(self) -> Iterable[int]:
+        return self.targets
+
     def run(self, registers: list[Any], collectives: MeshCollectives) -> None:
         for target, value in zip(
             self.targets, redistribute(registers[self.source], collectives, self.steps, self.grad_steps), strict=True
@@ -80,8 +85,16 @@ class Compute:
     def reads(self) -> Iterable[int]:
         return [register.number for register in leaves([self.args, self.kwargs], Register)]
 
+    @property
+    def writes(self) -> Iterable[int]:
+        return [register for _, register in self.targets]
+
     def run(self, registers: list[Any], collectives: MeshCollectives) -> None:
-        out = self.compute(collectives, _read(self.args, registers), _read(self.kwargs, registers))
+        args, kwargs = (
+            replace_leaves(given, Register, lambda register: registers[register.number])
+            for given in (self.args, self.kwargs)
+        )
+        out = self.compute(collectives, args, kwargs)
         several = isinstance(out, (tuple, list))
         for output, target in self.targets:
             registers[target] = out[output] if several else out
@@ -144,19 +157,6 @@ def lower(
     random = any(is_random(call) for _, call in calls)
     reshards = any(isinstance(each, Redistribute) and each.reshard for each in instructions)
     return LocalProgram(lowering.count, instructions, begin, final, random, reshards)
-
-
-def resolved_placements(
-    captured: CapturedProgram, strategy: ShardingStrategy, values: Collection[ValueRef]
-) -> dict[ValueRef, Placements]:
-    """The placements of some values, with their partial sums added up."""
-    found: dict[ValueRef, Placements] = {}
-    for op, node in captured.calls():
-        for value in values:
-            if value.source == op:
-                call = captured.call(op, node, strategy.splits[op], strategy.mesh)
-                found[value] = without_partials(call.result_placements(value.output))
-    return found
 
 
 def _operand_request(call: ShardedCall, operand: Operand) -> tuple[Placements, Placements]:
@@ -237,23 +237,10 @@ def _with_frees(instructions: Sequence[Instruction], kept: frozenset[int]) -> tu
     out: list[Instruction] = []
     later = set(kept)
     for instruction in reversed(instructions):
-        done = sorted({register for register in (*instruction.reads, *_targets(instruction)) if register not in later})
+        done = sorted({register for register in (*instruction.reads, *instruction.writes) if register not in later})
         later.update(done)
         out.append(replace(instruction, frees=tuple(done)))
     return tuple(reversed(out))
-
-
-def _read(value: Any, registers: list[Any]) -> Any:
-    kind = type(value)
-    if kind is Register:
-        return registers[value.number]
-    if kind is list:
-        return [_read(each, registers) for each in value]
-    if kind is tuple:
-        return tuple(_read(each, registers) for each in value)
-    if kind is dict:
-        return {name: _read(each, registers) for name, each in value.items()}
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,13 +254,7 @@ class Segment:
 
     def run(self, registers: list[Any], collectives: MeshCollectives, resharding: ReshardAfterForward) -> None:
         if not self.recompute or not self.outputs or not torch.is_grad_enabled():
-            for instruction in self.instructions:
-                instruction.run(registers, collectives)
-                if isinstance(instruction, Redistribute) and instruction.reshard:
-                    whole, part = registers[instruction.targets[0]], registers[instruction.source]
-                    resharding.gathered(whole, part, instruction.steps)
-                for register in instruction.frees:
-                    registers[register] = None
+            self._execute(registers, collectives, resharding)
             return
         results = checkpoint(
             self._alone(len(registers), collectives),
@@ -290,13 +271,21 @@ class Segment:
             registers: list[Any] = [None] * count
             for register, value in zip(self.inputs, values, strict=True):
                 registers[register] = value
-            for instruction in self.instructions:
-                instruction.run(registers, collectives)
-                for register in instruction.frees:
-                    registers[register] = None
+            self._execute(registers, collectives, None)
             return tuple(registers[register] for register in self.outputs)
 
         return run
+
+    def _execute(
+        self, registers: list[Any], collectives: MeshCollectives, resharding: ReshardAfterForward | None
+    ) -> None:
+        for instruction in self.instructions:
+            instruction.run(registers, collectives)
+            if resharding and isinstance(instruction, Redistribute) and instruction.reshard:
+                whole, part = registers[instruction.targets[0]], registers[instruction.source]
+                resharding.gathered(whole, part, instruction.steps)
+            for register in instruction.frees:
+                registers[register] = None
 
 
 def segments(
@@ -326,15 +315,7 @@ def segments(
         reads: dict[int, None] = {}
         for instruction in members:
             reads.update(dict.fromkeys(register for register in instruction.reads if register not in made))
-            made.update(_targets(instruction))
+            made.update(instruction.writes)
         outputs = tuple(sorted(made & after[numbers[-1]]))
         found.append(Segment(members, tuple(reads), outputs, bool(name)))
     return tuple(found)
-
-
-def _targets(instruction: Instruction) -> tuple[int, ...]:
-    return (
-        instruction.targets
-        if isinstance(instruction, Redistribute)
-        else tuple(register for _, register in instruction.targets)
-    )

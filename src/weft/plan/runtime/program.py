@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from weft.errors import PlanError
+from weft.nn.batch import batch_items
 from weft.plan.capture import Batch, CapturedModel
 from weft.plan.graph import Graph, Operator, Read
 from weft.plan.graph import Tensor as GraphTensor
@@ -71,9 +73,11 @@ class CapturedProgram:
         """A call with its arguments in the order of the schema, and operands in place of nodes."""
         reads = _Reads(self.graph.operators[op])
 
-        def operand(each: fx.Node) -> Any:
+        def given(each: fx.Node | torch.device) -> Any:
+            if isinstance(each, torch.device):
+                return self.device or each
             if each.op == "get_attr" and each.name not in self.captured.op_index:
-                return _placed(_attribute(self.root, str(each.target)), self.device)
+                return _placed(attrgetter(str(each.target))(self.root), self.device)
             value = self.value(each.name)
             found = reads.take(value)
             return Operand(value.source, value.output, found.tensor, _dtype(each), _strides(each))
@@ -85,8 +89,8 @@ class CapturedProgram:
             split,
             mesh,
             node.target,
-            [_replaced(each, operand, self.device) for each in args],
-            {name: _replaced(each, operand, self.device) for name, each in kwargs.items()},
+            replace_leaves(args, (fx.Node, torch.device), given),
+            replace_leaves(kwargs, (fx.Node, torch.device), given),
             frozenset(int(output) for output in outputs if isinstance(output, int)),
         )
 
@@ -107,24 +111,6 @@ class _Reads:
         raise PlanError(f"operator '{self.reader.name}' reads a tensor that the graph does not know; capture anew")
 
 
-def _replaced(value: Any, operand: Callable[[fx.Node], Any], device: torch.device | None) -> Any:
-    if isinstance(value, fx.Node):
-        return operand(value)
-    if isinstance(value, torch.device):
-        return device or value
-    if isinstance(value, (list, tuple)):
-        return [_replaced(each, operand, device) for each in value]
-    if isinstance(value, dict):
-        return {name: _replaced(each, operand, device) for name, each in value.items()}
-    return value
-
-
-def _attribute(root: Any, path: str) -> Any:
-    for name in path.split("."):
-        root = getattr(root, name)
-    return root
-
-
 def _placed(value: Any, device: torch.device | None) -> Any:
     """A part of the program that is called as a whole, or a constant, on the device."""
     if device is None:
@@ -136,14 +122,10 @@ def _placed(value: Any, device: torch.device | None) -> Any:
         for module in value.modules():
             if isinstance(module, fx.GraphModule):
                 for node in module.graph.nodes:
-                    node.args = fx.node.map_aggregate(node.args, lambda each: _on(each, device))
-                    node.kwargs = fx.node.map_aggregate(node.kwargs, lambda each: _on(each, device))
+                    node.args = replace_leaves(node.args, torch.device, lambda _: device)
+                    node.kwargs = replace_leaves(node.kwargs, torch.device, lambda _: device)
                 module.recompile()
     return value
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    return device if isinstance(value, torch.device) else value
 
 
 def _bound(node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
@@ -214,11 +196,7 @@ class CallSignature:
 
     def tensors(self, batch: Batch) -> list[Any]:
         """What is given for each input. What was no tensor when captured is part of the program, and ignored."""
-        given: dict[int | str, Any]
-        if isinstance(batch, Tensor):
-            given = {0: batch}
-        else:
-            given = dict(batch.items() if isinstance(batch, Mapping) else enumerate(batch))
+        given = {0: batch} if isinstance(batch, Tensor) else dict(batch_items(batch))
         known = {each.key for each in self.inputs}
         for key, value in given.items():
             if isinstance(value, Tensor) and key not in known:
@@ -333,6 +311,16 @@ def plain_kernel(target: Any) -> Kernel:
     return run
 
 
+def operands(value: Any) -> Iterator[Operand]:
+    """The operands in an argument, lists included, in order."""
+    return leaves(value, Operand)
+
+
+def fill_operands(value: Any, give: Callable[[Operand], Any]) -> Any:
+    """A copy of arguments in which every operand is replaced by what ``give`` has for it."""
+    return replace_leaves(value, Operand, give)
+
+
 Leaf = TypeVar("Leaf")
 
 
@@ -347,40 +335,28 @@ def leaves(value: Any, kind: type[Leaf]) -> Iterator[Leaf]:
         yield from leaves(list(value.values()), kind)
 
 
-def operands(value: Any) -> Iterator[Operand]:
-    """The operands in an argument, lists included, in order."""
-    return leaves(value, Operand)
-
-
-def fill_operands(value: Any, give: Any) -> Any:
-    """A copy of arguments in which every operand is replaced by what ``give`` has for it."""
-    if isinstance(value, Operand):
+def replace_leaves(value: Any, kind: type[Any] | tuple[type[Any], ...], give: Callable[[Any], Any]) -> Any:
+    """A copy of an argument, lists included, in which ``give`` replaces what there is of a kind."""
+    if isinstance(value, kind):
         return give(value)
     if isinstance(value, list):
-        return [fill_operands(each, give) for each in value]
+        return [replace_leaves(each, kind, give) for each in value]
     if isinstance(value, tuple):
-        return tuple(fill_operands(each, give) for each in value)
+        return tuple(replace_leaves(each, kind, give) for each in value)
     if isinstance(value, dict):
-        return {name: fill_operands(each, give) for name, each in value.items()}
+        return {name: replace_leaves(each, kind, give) for name, each in value.items()}
     return value
 
 
 def split_batch(batch: Batch, rows: int, count: int) -> list[Batch]:
     """A batch of so many rows in equal parts, in order. Tensors whose first axis is not that long are in each part."""
-
-    def part(value: Any, number: int) -> Any:
-        if isinstance(value, Tensor) and value.shape[:1] == (rows,):
-            return value.tensor_split(count)[number]
-        return value
-
     if rows % count:
         raise PlanError(f"a batch of {rows} is not {count} equal micro-batches")
-    parts: list[Batch] = []
-    for number in range(count):
-        if isinstance(batch, Tensor):
-            parts.append(part(batch, number))
-        elif isinstance(batch, Mapping):
-            parts.append({key: part(value, number) for key, value in batch.items()})
-        else:
-            parts.append(tuple(part(value, number) for value in batch))
-    return parts
+
+    def part(value: Any, number: int) -> Any:
+        return value.tensor_split(count)[number] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
+
+    if isinstance(batch, Tensor):
+        return [part(batch, number) for number in range(count)]
+    parts = [{key: part(value, number) for key, value in batch_items(batch)} for number in range(count)]
+    return list(parts) if isinstance(batch, Mapping) else [tuple(each.values()) for each in parts]

@@ -14,11 +14,11 @@ import torch
 
 from weft.errors import PlanError
 from weft.plan.graph import Graph, layer_of
-from weft.plan.runtime.lowering import LocalProgram, Segment, lower, resolved_placements, segments
+from weft.plan.runtime.lowering import LocalProgram, Segment, lower, segments
 from weft.plan.runtime.parameters import DeferredGradSync, ModelTensors
 from weft.plan.runtime.program import CallSignature, CannotShard, CapturedProgram, ValueRef
 from weft.plan.runtime.random_ops import is_random, skip_draw
-from weft.plan.sharding import REPLICATED, Placements, ShardingStrategy, local_shape
+from weft.plan.sharding import REPLICATED, Placements, ShardingStrategy, local_shape, without_partials
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +84,17 @@ def stage_sections(
         found.append((operators, leaves, foreign))
     for op, value in updates.items():
         found[stage_of[value]][1].add(op)
-    _house(graph, stage, calls, [leaves for _, leaves, _ in found])
+    # What no operator reads stays where the plan has it, so that nothing of the model is lost.
+    held = {op for _, leaves, _ in found for op in leaves}
+    for op in range(len(graph)):
+        if op not in calls and op not in held:
+            found[stage[op] or 0][1].add(op)
     for op, value in updates.items():
-        holders = [number for number, (_, leaves, _) in enumerate(found) if op in leaves]
-        if any(number != stage_of[value] for number in holders):
+        own = stage_of[value]
+        if others := [number for number, (_, leaves, _) in enumerate(found) if op in leaves and number != own]:
             raise PlanError(
-                f"buffer '{graph.operators[op].target}' changes in stage {stage_of[value]} and is read in stage "
-                f"{next(number for number in holders if number != stage_of[value])}: ask for fewer stages"
+                f"buffer '{graph.operators[op].target}' changes in stage {own} and is read in stage {others[0]}: "
+                "ask for fewer stages"
             )
     edges = sorted(
         (
@@ -131,7 +135,7 @@ def _resolve_stages(
     """The stage of every operator that is computed once: that of the plan, but without gradient no later than where it
     is first read."""
     last = max(each for each in stage if each is not None)
-    at = {op: _given(stage[op], last) for op in calls if op not in free}
+    at = {op: last if (own := stage[op]) is None else own for op in calls if op not in free}
     for op in reversed(range(len(graph))):
         if op in at:
             for read in graph.operators[op].reads:
@@ -147,24 +151,12 @@ def _resolve_stages(
     return at
 
 
-def _given(stage: int | None, otherwise: int) -> int:
-    return otherwise if stage is None else stage
-
-
 def _needed(graph: Graph, ends: Sequence[int]) -> frozenset[int]:
     needed = set(ends)
     for op in reversed(range(len(graph))):
         if op in needed:
             needed.update(read.source for read in graph.operators[op].reads)
     return frozenset(needed)
-
-
-def _house(graph: Graph, stage: Sequence[int | None], calls: Collection[int], leaves: list[set[int]]) -> None:
-    """What no operator reads stays where the plan has it, so that nothing of the model is lost."""
-    held = set().union(*leaves)
-    for op in range(len(graph)):
-        if op not in calls and op not in held:
-            leaves[_given(stage[op], 0)].add(op)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +245,8 @@ class StagePlan:
         graph, section = program.graph, stage_graph.sections[stage]
         whole: Placements = (REPLICATED,) * len(strategy.mesh.sizes)
         sent = [each.value for each in section.sends]
-        placements = resolved_placements(program, strategy, {*(each.value for each in section.receives), *sent})
+        crossing = {*(each.value for each in section.receives), *sent}
+        placements = {v: without_partials(strategy.result(graph, v.source, v.output)) for v in crossing}
         # A buffer's next value is wanted whole where it is made, and is sent so.
         placements.update({value: whole for value in stage_graph.changes.values() if value in placements})
         inputs = {

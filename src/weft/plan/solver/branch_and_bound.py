@@ -66,9 +66,6 @@ class _Subproblem:
     bound: float
     network: Network | None  # None: solved, no assignment in it is better than the bound
 
-    def whole(self, assignment: list[int]) -> list[int]:
-        return [int(index[k]) for index, k in zip(self.kept, assignment, strict=True)]
-
     def restricted(self, alive: list[Index], entries: int) -> _Subproblem:
         if sum(map(len, alive)) == sum(map(len, self.kept)):
             return self
@@ -113,7 +110,7 @@ def branch_and_bound(
         elif part.network.fits:
             solved = exact(part.problem, part.network, best.target(spare, target_bound))
             if solved is not None:
-                best.offer(part.whole(solved.assignment), polish=False)
+                best.offer(expanded(part.kept, solved.assignment), polish=False)
                 largest, widest = max(largest, solved.entries), max(widest, solved.width)
                 closed = min(closed, max(part.bound, solved.bound))
         else:
@@ -140,6 +137,11 @@ def restricted(problem: Problem, kept: list[Index]) -> Problem:
     return Problem(unary, pairs, weights, problem.limit)
 
 
+def expanded(kept: list[Index], assignment: list[int]) -> list[int]:
+    """An assignment of a restricted problem as one of the whole problem."""
+    return [int(index[k]) for index, k in zip(kept, assignment, strict=True)]
+
+
 def sweeps_to_eliminate(problem: Problem, network: Network) -> float:
     """In the time of how many sweeps the problem can be eliminated; inf where it cannot."""
     if not network.fits:
@@ -164,7 +166,7 @@ def _raise_bound(
             upper = best.target(spare, target_bound) + paid
             assignment = dual.sweep(sweep % 2 == 0, upper + EXACT / 100 * abs(upper))
             if sweep % 10 in (0, 1, 4, 9):
-                best.offer(part.whole(assignment))
+                best.offer(expanded(part.kept, assignment))
             part.bound = max(part.bound, dual.bound - paid)
             left = sum(int(alive.sum()) for alive in dual.alive)
             if part.bound >= best.target(max(spare, EXACT), target_bound) or not all(

@@ -25,13 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.errors import PlanError
-from weft.plan.solver.branch_and_bound import restricted
+from weft.plan.solver.branch_and_bound import expanded, restricted
 from weft.plan.solver.compression import Partition, PartitionCache
 from weft.plan.solver.elimination import Elimination
-from weft.plan.solver.lagrangian import BoundedSolution, Minimizer, costs_at, lagrangian
+from weft.plan.solver.lagrangian import BoundedSolution, Minimizer, costs_at, lagrangian, near
 from weft.plan.solver.local_search import layer_order
 from weft.plan.solver.ordering import EliminationStep
-from weft.plan.solver.problem import EXACT, Index, Problem, Table
+from weft.plan.solver.problem import Index, Problem, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ def branch_on_vertex(
         if node.cost < found.cost:
             found = replace(found, assignment=node.assignment, cost=node.cost)
         vertex = _deciding(problem, node)
-        if vertex is None or _near(found.cost, node.bound, gap):
+        if vertex is None or near(found.cost, node.bound, gap):
             closed = min(closed, node.bound)
         else:
             for choice in kept[vertex]:
@@ -213,13 +213,18 @@ def branch_on_vertex(
                 heapq.heappush(cases, (_bound(problem, case, node, minimum, deadline), made, case))
         solved = None
         while solved is None:
-            if not cases or _near(found.cost, cases[0][0], gap) or time.monotonic() > deadline:
+            if not cases or near(found.cost, cases[0][0], gap) or time.monotonic() > deadline:
                 bound = min([closed, found.cost, *[least for least, _, _ in cases]])
                 return replace(found, bound=max(found.bound, bound))
             least, _, kept = heapq.heappop(cases)
             solved = _solved(restricted(problem, kept), minimum, lightest, deadline)
-        whole = [_whole(kept, assignment) for assignment in (solved.assignment, solved.over, solved.under)]
-        node = replace(solved, assignment=whole[0] or [], over=whole[1], under=whole[2], bound=max(least, solved.bound))
+        node = replace(
+            solved,
+            assignment=expanded(kept, solved.assignment),
+            over=solved.over and expanded(kept, solved.over),
+            under=solved.under and expanded(kept, solved.under),
+            bound=max(least, solved.bound),
+        )
 
 
 def _solved(part: Problem, minimum: MakeMinimizer, lightest: FindLightest, deadline: float) -> BoundedSolution | None:
@@ -240,14 +245,6 @@ def _bound(
         return max(node.bound, minimum(part)(costs_at(part, node.price)).bound - node.price * problem.limit)
     except PlanError:
         return math.inf
-
-
-def _whole(kept: list[Index], assignment: list[int] | None) -> list[int] | None:
-    return None if assignment is None else [int(index[k]) for index, k in zip(kept, assignment, strict=True)]
-
-
-def _near(cost: float, bound: float, gap: float) -> bool:
-    return cost - bound <= max(gap, EXACT) * abs(cost)
 
 
 def _deciding(problem: Problem, found: BoundedSolution) -> int | None:

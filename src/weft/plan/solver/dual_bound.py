@@ -57,7 +57,9 @@ class DualBound:
             self.before[j].append(one)
             self.after[i].append(two)
         for vertex, alive in enumerate(self.alive):
-            self.add(vertex, np.where(alive, 0.0, self.ceiling))
+            own = self.own[vertex] + np.where(alive, 0.0, self.ceiling)
+            self.bound += float(own.min())
+            self.own[vertex] = own - own.min()
 
     def sweep(self, forward: bool, upper: float) -> list[int]:
         """Visits all vertices once; a configuration that only assignments above ``upper`` have is no longer alive.
@@ -89,12 +91,6 @@ class DualBound:
                 left = left - gift[edge.mine.index]
             self.own[vertex] = left
         return assignment
-
-    def add(self, vertex: int, costs: Table) -> None:
-        """More (or less) cost at a vertex."""
-        own = self.own[vertex] + costs
-        self.bound += float(own.min())
-        self.own[vertex] = own - own.min()
 
 
 def sweep_work(edges: CompressedEdges) -> int:

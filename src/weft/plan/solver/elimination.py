@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.plan.solver.compression import CompressedEdges, PartitionCache
-from weft.plan.solver.ordering import EliminationOrder, EliminationStep, find_order
+from weft.plan.solver.ordering import EliminationOrder, EliminationStep, OrderSearch
 from weft.plan.solver.problem import Table
 
 Result = tuple[Table, Table]  # a vertex's own costs with its messages, and the table that its elimination leaves
@@ -33,7 +33,7 @@ class Network:
         for pair, edge in zip(edges.pairs, edges.tables, strict=True):
             scopes.append(tuple([pair[axis] for axis in axes[edge]]))
             parts.append(tuple([(edge.rows, edge.columns)[axis] for axis in axes[edge]]))
-        self.order: EliminationOrder = find_order(count, scopes, parts, edges.classes, entries)
+        self.order: EliminationOrder = OrderSearch(count, scopes, parts, edges.classes).run(entries)
 
     @property
     def fits(self) -> bool:
@@ -148,11 +148,11 @@ def min_sum(terms: list[Table], shape: tuple[int, ...]) -> Table:
     """The least over axis 0 of the sum of ``terms``, each of which broadcasts to ``shape``; no array of that shape is
     made. Terms are used up."""
     out = np.empty(shape[1:])
-    _min_sum(terms, shape, out)
+    _write_min_sum(terms, shape, out)
     return out
 
 
-def _min_sum(terms: list[Table], shape: tuple[int, ...], out: Table) -> None:
+def _write_min_sum(terms: list[Table], shape: tuple[int, ...], out: Table) -> None:
     terms = _merged(terms)
     if len(terms) == 1:
         np.minimum.reduce(terms[0], axis=0, out=out)
@@ -163,7 +163,7 @@ def _min_sum(terms: list[Table], shape: tuple[int, ...], out: Table) -> None:
         return
     step = max(1, BLOCK // size)
     if step >= shape[0]:
-        np.minimum.reduce(_sum(terms), axis=0, out=out)
+        np.minimum.reduce(sum(terms[1:], start=terms[0]), axis=0, out=out)
         return
     block = np.empty((step, *shape[1:]))
     for start in range(0, shape[0], step):
@@ -186,21 +186,14 @@ def _sliced(terms: list[Table], shape: tuple[int, ...], out: Table) -> None:
     if rest >= BLOCK // 16:
         for number in range(shape[axis]):
             fixed: list[Table] = [np.take(term, 0 if term.shape[axis] == 1 else number, axis=axis) for term in terms]
-            _min_sum(fixed, shape[:axis] + shape[axis + 1 :], out[(slice(None),) * (axis - 1) + (number,)])
+            _write_min_sum(fixed, shape[:axis] + shape[axis + 1 :], out[(slice(None),) * (axis - 1) + (number,)])
         return
     step = max(1, BLOCK // rest)
     for start in range(0, shape[axis], step):
         cut = (slice(None),) * (axis - 1) + (slice(start, start + step),)
         taken = [term if term.shape[axis] == 1 else term[(slice(None), *cut)] for term in terms]
         part = out[cut]
-        _min_sum(taken, (shape[0], *part.shape), part)
-
-
-def _sum(terms: list[Table]) -> Table:
-    total = terms[0] + terms[1]
-    for term in terms[2:]:
-        total = total + term
-    return total
+        _write_min_sum(taken, (shape[0], *part.shape), part)
 
 
 def _merged(terms: list[Table]) -> list[Table]:

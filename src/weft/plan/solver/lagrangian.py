@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from weft.plan.solver.elimination import Elimination, share_equal
 from weft.plan.solver.local_search import Neighbours, crossover, local_search, neighbours
-from weft.plan.solver.problem import Problem, Table
+from weft.plan.solver.problem import EXACT, Problem, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,17 @@ class BoundedSolution:
     over: list[int] | None = None  # the best assignments at that price over and under the limit, where there are both
     under: list[int] | None = None
 
+    def within(self, gap: float) -> bool:
+        """Whether the cost is at most ``gap`` above the bound, relative to it."""
+        return near(self.cost, self.bound, gap)
 
-Minimizer = Callable[
-    [list[Table]], BoundedSolution
-]  # what is known of the least cost, given the costs of all configurations
+
+def near(cost: float, bound: float, gap: float) -> bool:
+    return cost - bound <= max(gap, EXACT) * abs(cost)
+
+
+# What is known of the least cost, given the costs of all configurations.
+Minimizer = Callable[[list[Table]], BoundedSolution]
 
 
 def costs_at(problem: Problem, price: float) -> list[Table]:

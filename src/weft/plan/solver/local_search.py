@@ -99,17 +99,17 @@ def crossover_by_price(
     least: Callable[[list[Table]], list[int]],
     price: float,
     best: list[int],
-    target_bound: Callable[[float], bool],
+    good_enough: Callable[[float], bool],
 ) -> list[int]:
     """The cheapest assignment met, ``best`` or one with a low price of weight up to some layer and a high one from
     there on (or the other way round), the layer moved until the limit is just kept. ``least`` gives the best assignment
-    for given costs. Ends when a cost is ``target_bound``."""
+    for given costs. Ends when a cost is ``good_enough``."""
     position, cost = layer_order(problem), problem.cost(best)
     weights = problem.weights or ()
     for low, high in _FACTORS:
         for first, then in ((low, high), (high, low)):
             start, end = 0, len(position)
-            while end - start > 1 and not target_bound(cost):
+            while end - start > 1 and not good_enough(cost):
                 cut = (start + end) // 2
                 costs = [
                     own + price * (first if at < cut else then) * weight

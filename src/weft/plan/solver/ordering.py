@@ -83,9 +83,8 @@ class TableLayout:
         self.number = number
 
 
-Factor = tuple[
-    int, tuple[int, ...], int, TableLayout
-]  # the form's number, the vertices, the number among all tables, the form
+# The layout's number, the vertices, the number among all tables, the layout.
+Factor = tuple[int, tuple[int, ...], int, TableLayout]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,19 +118,9 @@ class EliminationOrder:
 _EMPTY = StepLayout([], [], PartitionCache(), 0)
 
 
-def find_order(
-    count: int,
-    scopes: Sequence[tuple[int, ...]],
-    parts: Sequence[tuple[Partition, ...]],
-    classes: PartitionCache,
-    entries: int,
-) -> EliminationOrder:
-    """The order of elimination of a graph with tables over ``scopes``, whose axes have these classes. It ends before a
-    step whose table would exceed ``entries``, or whose sum would 64 times that."""
-    return _Search(count, scopes, parts, classes).run(entries)
+class OrderSearch:
+    """The search for the order of elimination of a graph with tables over ``scopes``, whose axes have these classes."""
 
-
-class _Search:
     def __init__(
         self,
         count: int,
@@ -188,6 +177,7 @@ class _Search:
         return layout.work
 
     def run(self, entries: int) -> EliminationOrder:
+        """The order; it ends before a step whose table would exceed ``entries``, or whose sum would 64 times that."""
         latest = list(range(len(self.at)))  # when each vertex was last ranked; -1 once it is gone
         heap = [(self.rank(vertex), vertex, vertex) for vertex in latest]
         heapq.heapify(heap)

@@ -13,11 +13,11 @@ from dataclasses import replace
 import numpy as np
 
 from weft.errors import PlanError
-from weft.plan.solver.branch_and_bound import branch_and_bound, restricted, sweeps_to_eliminate
+from weft.plan.solver.branch_and_bound import branch_and_bound, expanded, restricted, sweeps_to_eliminate
 from weft.plan.solver.close_gap import FindLightest, MakeMinimizer, beam_search, branch_on_vertex
 from weft.plan.solver.compression import compress
 from weft.plan.solver.elimination import Network, eliminate, share_equal
-from weft.plan.solver.lagrangian import BoundedSolution, Minimizer, lagrangian
+from weft.plan.solver.lagrangian import BoundedSolution, Minimizer, lagrangian, near
 from weft.plan.solver.local_search import crossover_by_price
 from weft.plan.solver.problem import EXACT, Index, Problem, Solution, Table
 
@@ -45,9 +45,7 @@ def solve(
     part = problem if kept is None else restricted(problem, kept)
     network = Network(len(part.unary), compress(part.pairs), entries)
     found, method = _solved(part, network, entries, tolerance, deadline)
-    assignment = (
-        found.assignment if kept is None else [int(index[k]) for index, k in zip(kept, found.assignment, strict=True)]
-    )
+    assignment = found.assignment if kept is None else expanded(kept, found.assignment)
     cost = problem.cost(assignment)
     return Solution(
         assignment=tuple(assignment),
@@ -93,7 +91,7 @@ def _solved(
     if not network.fits:  # else what is left of it soon will be eliminated, and assignments are improved there
         found = improved(problem, found, least, gap, deadline)
     before = None
-    while found.cost - found.bound > max(gap, EXACT) * abs(found.cost) and found != before:
+    while not found.within(gap) and found != before:
         before = found
         # What is little above the bound is soon looked through: it holds a better assignment, or the bound rises.
         step = max(gap / 2 * abs(found.cost), (found.cost - found.bound) / 8)
@@ -148,14 +146,11 @@ def _bounding(
 
 
 def _eliminated(problem: Problem, network: Network) -> BoundedSolution:
-    done = eliminate(network, share_equal(problem.unary))
-    if math.isinf(done.value):
+    found = _eliminating(network)(share_equal(problem.unary))
+    if math.isinf(found.cost):
         raise PlanError(_FORBIDDEN)
-    assignment = done.assignment()
-    cost = problem.cost(assignment)
-    return BoundedSolution(
-        assignment, cost, min(cost, done.value), 0.0, done, network.order.entries, network.order.width
-    )
+    cost = problem.cost(found.assignment)
+    return replace(found, cost=cost, bound=min(cost, found.bound))
 
 
 def _lightest(problem: Problem, entries: int) -> list[int]:
@@ -247,16 +242,13 @@ def improved(
     """What was found, perhaps with a better assignment, one that changes at some layer."""
     deadline = _soon(deadline, 1 / 8)
 
-    def target_bound(cost: float) -> bool:
-        return _near(replace(found, cost=cost), gap / 4) or time.monotonic() > deadline
+    def good_enough(cost: float) -> bool:
+        return near(cost, found.bound, gap / 4) or time.monotonic() > deadline
 
-    if target_bound(found.cost):
+    if good_enough(found.cost):
         return found
-    return _better(
-        problem,
-        found,
-        crossover_by_price(problem, lambda costs: least(costs).assignment, found.price, found.assignment, target_bound),
-    )
+    met = crossover_by_price(problem, lambda costs: least(costs).assignment, found.price, found.assignment, good_enough)
+    return _better(problem, found, met)
 
 
 def _improved_by_beam(
@@ -288,10 +280,6 @@ def _target(found: BoundedSolution, gap: float, target_bound: float) -> float:
 def _better(problem: Problem, found: BoundedSolution, assignment: list[int]) -> BoundedSolution:
     cost = problem.cost(assignment)
     return replace(found, assignment=assignment, cost=cost) if cost < found.cost else found
-
-
-def _near(found: BoundedSolution, gap: float) -> bool:
-    return found.cost - found.bound <= max(gap, EXACT) * abs(found.cost)
 
 
 def _soon(deadline: float, share: float) -> float:

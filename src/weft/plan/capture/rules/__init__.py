@@ -4,22 +4,6 @@ Each rule is a pure function of a call. That it tells the truth is tested by doi
 cut along every dimension that a rule offers, run in parts, and put together again.
 """
 
-from weft.plan.capture.rules import (
-    along,
-    elementwise,
-    indexing,
-    matmul,
-    norm,
-    spatial,
-    view,
-)
+from weft.plan.capture.rules import along, elementwise, indexing, matmul, norm, spatial, view
 
-__all__ = [
-    "along",
-    "elementwise",
-    "indexing",
-    "matmul",
-    "norm",
-    "spatial",
-    "view",
-]
+__all__ = ["along", "elementwise", "indexing", "matmul", "norm", "spatial", "view"]

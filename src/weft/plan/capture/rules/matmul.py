@@ -29,17 +29,15 @@ def product(call: OpCall, reads: list[AxisNames], result: AxisNames, *, factors:
         for size, name in zip(call.operands[number].shape, reads[number], strict=True):
             if name is not None:
                 sizes[name] = max(sizes.get(name, 1), size)
+    backward, keeps = factor_gradients(call, factors)
+    flops = 2.0 * math.prod(sizes.values())
+    return iteration_space(call, "matmul", reads, [result], flops=flops, backward=backward, saved_operands=keeps)
+
+
+def factor_gradients(call: OpCall, factors: tuple[int, int] = (0, 1)) -> tuple[float, list[int]]:
+    """How many of the factors of a product have a gradient, and the factors that these gradients need: the others."""
     trained = [call.operands[number].gradient for number in factors]
-    keeps = [number for number, other in zip(factors, reversed(trained), strict=True) if other]
-    return iteration_space(
-        call,
-        "matmul",
-        reads,
-        [result],
-        flops=2.0 * math.prod(sizes.values()),
-        backward=float(sum(trained)),
-        saved_operands=keeps,
-    )
+    return float(sum(trained)), [number for number, other in zip(factors, reversed(trained), strict=True) if other]
 
 
 @rule("linear")
@@ -96,7 +94,7 @@ def grouped(call: OpCall) -> IterationSpace | None:
     rows, weights = call.operands[:2]
     if rows.rank != 2 or weights.rank != 3 or len(call.operands) != 3:
         return None
-    trained = [value.gradient for value in (rows, weights)]
+    backward, keeps = factor_gradients(call)
     return iteration_space(
         call,
         "matmul",
@@ -104,8 +102,8 @@ def grouped(call: OpCall) -> IterationSpace | None:
         [("s", "n")],
         unsplittable=("s", "g"),
         flops=2.0 * rows.elements * weights.shape[2],
-        backward=float(sum(trained)),
-        saved_operands=[number for number, other in zip((0, 1), reversed(trained), strict=True) if other],
+        backward=backward,
+        saved_operands=keeps,
     )
 
 
@@ -217,17 +215,25 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 @rule("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")
 def recurrent(call: OpCall) -> IterationSpace | None:
     """``input`` and result ``(b, s, h)`` or ``(s, b, h)`` by ``batch_first``, states ``(layers, b, h)``."""
-    value = call.operands[0]
-    if value.rank != 3:
+    if call.operands[0].rank != 3:
         return None
     order: AxisNames = ("b", None, None) if call.given["batch_first"] else (None, "b", None)
-    state: AxisNames = (None, "b", None)
-    hidden = call.given["hx"]
+    return _recurrent(call, order, (None, "b", None), call.given["num_layers"])
+
+
+@rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+def cell(call: OpCall) -> IterationSpace | None:
+    """One step of such a layer: ``input`` ``(b, i)``, states and results ``(b, h)``."""
+    return _recurrent(call, ("b", None), ("b", None), 1) if call.operands[0].rank == 2 else None
+
+
+def _recurrent(call: OpCall, order: AxisNames, state: AxisNames, layers: int) -> IterationSpace:
+    value, hidden = call.operands[0], call.given["hx"]
     states = len(hidden) if isinstance(hidden, (list, tuple)) else 1
     weights = call.operands[1 + states :]
-    steps = value.elements // value.shape[2]
+    steps = value.elements // value.shape[-1]
     products = sum(weight.elements for weight in weights if weight.rank == 2)
-    gates = _GATES[call.target.split(".")[1]]
+    gates = _GATES[call.target.split(".")[1].removesuffix("_cell")]
     return iteration_space(
         call,
         "recurrent",
@@ -237,30 +243,5 @@ def recurrent(call: OpCall) -> IterationSpace | None:
         backward=2.0,
         saved_operands=[0],
         saved_results=[0],
-        extra=float(steps * call.results[0].shape[2] * (gates + 1) * value.dtype.itemsize * call.given["num_layers"]),
-    )
-
-
-@rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
-def cell(call: OpCall) -> IterationSpace | None:
-    """One step of such a layer: ``input`` ``(b, i)``, states and results ``(b, h)``."""
-    value = call.operands[0]
-    if value.rank != 2:
-        return None
-    hidden = call.given["hx"]
-    states = len(hidden) if isinstance(hidden, (list, tuple)) else 1
-    weights = call.operands[1 + states :]
-    products = sum(weight.elements for weight in weights if weight.rank == 2)
-    gates = _GATES[call.target.split(".")[1].removesuffix("_cell")]
-    row: AxisNames = ("b", None)
-    return iteration_space(
-        call,
-        "recurrent",
-        [*[row] * (1 + states), *[(None,) * weight.rank for weight in weights]],
-        [row] * len(call.results),
-        flops=2.0 * value.shape[0] * products,
-        backward=2.0,
-        saved_operands=[0],
-        saved_results=[0],
-        extra=float(value.shape[0] * call.results[0].shape[1] * (gates + 1) * value.dtype.itemsize),
+        extra=float(steps * call.results[0].shape[-1] * (gates + 1) * value.dtype.itemsize * layers),
     )

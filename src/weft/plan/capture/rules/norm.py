@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from weft.plan.capture.op_call import AxisNames, IterationSpace, OpCall, iteration_space, names, rule
 
 
@@ -15,17 +17,31 @@ def layer_norm(call: OpCall) -> IterationSpace | None:
     results: list[AxisNames] = [labels]
     for value in call.results[1:]:  # mean and reciprocal deviation
         results.append((*leading, *(None,) * (value.rank - len(leading))))
-    rows = call.operands[0].elements // max(1, _product(shape[len(leading) :]))
+    rows = call.operands[0].elements // max(1, math.prod(shape[len(leading) :]))
+    return _normalized(call, labels, inner, results, inner, extra=4.0 * rows * (1 if "rms" in call.target else 2))
+
+
+def _normalized(
+    call: OpCall,
+    labels: AxisNames,
+    weight: AxisNames,
+    results: list[AxisNames],
+    inner: tuple[str, ...],
+    *,
+    kind: str = "normalize",
+    extra: float = 0.0,
+) -> IterationSpace:
+    """Every operand after the first has the axes of a weight; the inner axes stay whole."""
     return iteration_space(
         call,
-        "normalize",
-        [labels, *[inner] * (len(call.operands) - 1)],
+        kind,
+        [labels, *[weight] * (len(call.operands) - 1)],
         results,
         unsplittable=inner,
         flops=8.0 * call.operands[0].elements,
         backward=2.0,
         saved_operands=[0],
-        extra=4.0 * rows * (1 if "rms" in call.target else 2),
+        extra=extra,
     )
 
 
@@ -36,17 +52,8 @@ def group_norm(call: OpCall) -> IterationSpace | None:
     labels = ("n", *inner)
     groups: int = call.given["group" if call.target == "aten.native_group_norm" else "num_groups"]
     statistics: list[AxisNames] = [("n", None)] * (len(call.results) - 1)
-    return iteration_space(
-        call,
-        "normalize",
-        [labels, *[inner[:1]] * (len(call.operands) - 1)],
-        [labels, *statistics],
-        unsplittable=inner,
-        flops=8.0 * call.operands[0].elements,
-        backward=2.0,
-        saved_operands=[0],
-        extra=8.0 * call.operands[0].shape[0] * groups,
-    )
+    extra = 8.0 * call.operands[0].shape[0] * groups
+    return _normalized(call, labels, inner[:1], [labels, *statistics], inner, extra=extra)
 
 
 @rule(
@@ -64,17 +71,10 @@ def batch_norm(call: OpCall) -> IterationSpace | None:
     results: list[AxisNames] = [labels]
     for value in call.results[1:]:
         results.append(("c",) if value.shape == call.operands[0].shape[1:2] else (None,) * value.rank)
-    return iteration_space(
-        call,
-        "batch_norm" if training else "normalize",
-        [labels, *[("c",)] * (len(call.operands) - 1)],
-        results,
-        unsplittable=inner,
-        flops=8.0 * call.operands[0].elements,
-        backward=2.0,
-        saved_operands=[0],
-        extra=8.0 * call.operands[0].shape[1] if training else 0.0,
-    )
+    if not training:
+        return _normalized(call, labels, ("c",), results, inner)
+    extra = 8.0 * call.operands[0].shape[1]
+    return _normalized(call, labels, ("c",), results, inner, kind="batch_norm", extra=extra)
 
 
 @rule("instance_norm")
@@ -84,16 +84,7 @@ def instance_norm(call: OpCall) -> IterationSpace | None:
         return None
     inner = names("i", call.operands[0].rank - 2)
     labels = ("n", "c", *inner)
-    return iteration_space(
-        call,
-        "normalize",
-        [labels, *[("c",)] * (len(call.operands) - 1)],
-        [labels],
-        unsplittable=inner,
-        flops=8.0 * call.operands[0].elements,
-        backward=2.0,
-        saved_operands=[0],
-    )
+    return _normalized(call, labels, ("c",), [labels], inner)
 
 
 @rule("_weight_norm")
@@ -114,10 +105,3 @@ def weight_norm(call: OpCall) -> IterationSpace | None:
         flops=4.0 * call.operands[0].elements,
         saved_operands=[0, 1],
     )
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    found = 1
-    for size in shape:
-        found *= size
-    return found

@@ -4,6 +4,7 @@ would need each other's borders."""
 from __future__ import annotations
 
 from weft.plan.capture.op_call import AxisNames, IterationSpace, OpCall, iteration_space, names, rule
+from weft.plan.capture.rules.matmul import factor_gradients
 
 _TRANSPOSED = frozenset({"aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d"})
 
@@ -29,7 +30,7 @@ def convolution(call: OpCall) -> IterationSpace | None:
         entered = left = "g"
     reads: list[AxisNames] = [(*batch, entered, *space_in), weights, (left,)]
     elements = image.elements if transposed else call.results[0].elements
-    trained = [image.gradient, kernel.gradient]
+    backward, keeps = factor_gradients(call)
     return iteration_space(
         call,
         "conv",
@@ -38,8 +39,8 @@ def convolution(call: OpCall) -> IterationSpace | None:
         unsplittable=(*space_in, *space_out, *window),
         max_parts={"g": groups} if groups > 1 else None,
         flops=2.0 * elements * (kernel.elements // kernel.shape[0]),
-        backward=float(sum(trained)),
-        saved_operands=[number for number, other in zip((0, 1), reversed(trained), strict=True) if other],
+        backward=backward,
+        saved_operands=keeps,
     )
 
 
