@@ -230,10 +230,9 @@ class Shrinking(Stream):
             return few[int(rng.random() * len(few))]
 
         for _ in range(_TRIES):
-            try:
-                return (self.space.subnet(self._rules.settle(pick)),)
-            except SpaceError:  # a constraint forbids it
-                continue
+            values = self._rules.settle(pick)
+            if self._rules.broken(values) is None:
+                return (self._rules.subnet(values),)
         return (self._largest,)
 
 

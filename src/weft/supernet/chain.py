@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from weft.elastic import Mixture
 from weft.elastic.module import takes_pick
-from weft.errors import SpaceError, SupernetError, WeftError, nearest
+from weft.errors import SpaceError, SupernetError, nearest
 from weft.space import Choice as SpaceChoice
 from weft.space import Space, Subnet, Value
 from weft.supernet.blocks import Block
@@ -179,8 +179,7 @@ def initialise(
     part.
     """
     if not isinstance(net, Chain):
-        with torch_seeded(seed, "build"):
-            net = _call_factory(net)
+        net = _call_seeded(net, seed)
     built = list(net.layers if only is None else only)
     for name in built:
         if name not in net.layers:
@@ -204,14 +203,7 @@ def build_on_meta(net: Chain | Factory) -> Chain:
             memo[id(tensor)] = nn.Parameter(shape, requires_grad=tensor.requires_grad) if is_parameter else shape
         chain = copy.deepcopy(net, memo)
     else:
-        try:
-            with shapes_only():
-                chain = _call_factory(net)
-        except WeftError:
-            raise
-        except Exception:  # it reads values, or it fails on any device: then this says why
-            with torch_seeded(0, "build"):
-                chain = _call_factory(net)
+        chain = shapes_only(lambda: _call_factory(net), lambda: _call_seeded(net, 0))
     for name in chain.layers:
         _set_module(chain, name, build_layer_on_meta(chain.module(name), name))
     return chain
@@ -222,6 +214,11 @@ def _call_factory(factory: Factory) -> Chain:
     if not isinstance(chain, Chain):
         raise SupernetError(f"the supernet's factory returned {type(chain).__name__}, not a weft.Chain")
     return chain
+
+
+def _call_seeded(factory: Factory, seed: int) -> Chain:
+    with torch_seeded(seed, "build"):
+        return _call_factory(factory)
 
 
 def _set_module(chain: Chain, name: str, module: nn.Module) -> None:

@@ -97,17 +97,15 @@ def _check_formats(formats: Sequence[str]) -> tuple[str, ...]:
     return formats
 
 
-def _check_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _check_metadata(metadata: Mapping[str, Any]) -> Any:
     """The metadata in the types of JSON."""
     taken = sorted(set(KEYS) & set(metadata))
     if taken:
         raise SupernetError(f"the key '{taken[0]}' of {ABOUT} is written by export() itself: choose another one")
     try:
-        text = json.dumps(dict(metadata), sort_keys=True, allow_nan=False, default=_as_json)
+        return json.loads(json.dumps(dict(metadata), allow_nan=False, default=_as_json))
     except (TypeError, ValueError, WeftError) as error:
         raise SupernetError(f"the metadata cannot be written to {ABOUT}: {_reason(error)}") from error
-    values: dict[str, Any] = json.loads(text)
-    return values
 
 
 def _as_json(value: Any) -> Any:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,8 @@ Candidate = nn.Module | Callable[[], nn.Module]
 
 ForwardFn = Callable[[nn.Module, Activations, Mapping[str, Any]], Any]
 """Runs a module on activations, with its extra inputs."""
+
+T = TypeVar("T")
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
@@ -117,21 +118,24 @@ def build_layer_on_meta(module: nn.Module, name: str) -> nn.Module:
     memory until its tensors are on the meta device too.
     """
     if isinstance(module, LazyLayer):
-        try:
-            with shapes_only():
-                module = _call_factory(module, name)
-        except WeftError:
-            raise
-        except Exception:  # it reads values, or it fails on any device: then build_layer says why
-            module = build_layer(module, name, 0, torch.device("cpu"))
+        lazy = module
+        cpu = torch.device("cpu")
+        module = shapes_only(lambda: _call_factory(lazy, name), lambda: build_layer(lazy, name, 0, cpu))
     return module.to("meta")
 
 
-@contextmanager
-def shapes_only() -> Iterator[None]:
-    """Within the block, new tensors are on the meta device and torch.nn.init does nothing."""
-    with torch.device("meta"), _NothingDrawn():
-        yield
+def shapes_only(make: Callable[[], T], make_with_values: Callable[[], T]) -> T:
+    """Calls the first function, in which new tensors are on the meta device and torch.nn.init does nothing.
+
+    Where that fails, since it reads values or on any device, calls the second.
+    """
+    try:
+        with torch.device("meta"), _NothingDrawn():
+            return make()
+    except WeftError:
+        raise
+    except Exception:
+        return make_with_values()
 
 
 class _NothingDrawn(TorchFunctionMode):

@@ -7,7 +7,6 @@ the first block that reads it, and its probabilities reach all the others, on wh
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -51,18 +50,16 @@ class Architecture(nn.Module):
         """Gives all options the same probability."""
         nn.init.zeros_(self.alpha)
 
-    def probabilities(self, progress: Tensor | None = None) -> Tensor:
-        parts = [self._relax(part, self.training, progress) for part in torch.split(self.alpha, self.counts)]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+    def probabilities(self, training: bool, progress: Tensor | None = None) -> list[Tensor]:
+        """Those of each choice."""
+        return [self._relax(part, training, progress) for part in torch.split(self.alpha, self.counts)]
 
     def forward(self, *activations: Tensor, **extras: Tensor) -> Activations:
         progress = extras[PROGRESS][0] if PROGRESS in extras else None
-        probabilities = self.probabilities(progress)
-        return (
-            (*activations, probabilities)
-            if self._begins
-            else (*activations[:-1], torch.cat([activations[-1], probabilities]))
-        )
+        own = self.probabilities(self.training, progress)
+        if self._begins:
+            return (*activations, torch.cat(own))
+        return (*activations[:-1], torch.cat([activations[-1], *own]))
 
 
 class MixedChain(Chain):
@@ -81,10 +78,7 @@ class MixedChain(Chain):
             for layer, names in self.held.items():
                 module = self.module(layer)
                 assert isinstance(module, Architecture)
-                was, module.training = module.training, False
-                parts = torch.split(module.probabilities(), module.counts)
-                module.training = was
-                probabilities |= dict(zip(names, parts, strict=True))
+                probabilities |= dict(zip(names, module.probabilities(training=False), strict=True))
         return Mixture.unchecked(self.space, {name: probabilities[name] for name in self.space.choices})
 
 
@@ -127,9 +121,7 @@ def _read_by(block: Block, chain: Chain) -> set[str]:
     """The choices that a block reads."""
     if block.space is None:
         return set()
-    names_read: set[str] = set()
-    if block.name in chain.space.choices:
-        names_read.add(block.name)
+    names_read = {block.name} & chain.space.choices.keys()
     if block.condition is not None:
         names_read |= set(block.condition.names)
     for part in parts(block, chain):
@@ -206,7 +198,7 @@ def find_mixture_mismatch(
     lies at the end for the largest size lies elsewhere for a smaller one.
     """
     rng = generator("faithful", chain.space.id)
-    some = [chain.space.first(), *itertools.islice(iter(lambda: chain.space.sample(rng), None), subnets - 1)]
+    some = [chain.space.first(), *(chain.space.sample(rng) for _ in range(subnets - 1))]
     was = chain.training
     chain.eval()
     try:
