@@ -357,10 +357,9 @@ def _layers(plan: Plan) -> Table:
 def _split(plan: Plan, op: int) -> str:
     """Such as ``m/8``, or ``m/4 n/2``."""
     parts: dict[str, int] = {}
-    for mesh, dim in zip(plan.mesh.sizes, plan.splits[op], strict=True):
-        if dim >= 0:  # else it is whole along this axis
-            name = plan.graph.operators[op].dims[dim].name
-            parts[name] = parts.get(name, 1) * mesh
+    for size, name in zip(plan.mesh.sizes, plan.names(op), strict=True):
+        if name != "-":
+            parts[name] = parts.get(name, 1) * size
     return " ".join(f"{name}/{count}" for name, count in parts.items()) or "whole on each device"
 
 

@@ -63,18 +63,14 @@ def register_tensors(
         parameters[value], placements_of[value] = name, placements
     buffers: dict[ValueRef, str] = {}
     kept = persistent_buffers(captured)
-    for node, name in captured.buffers.items():
+    constants = {node: f"_constant_{number}" for number, node in enumerate(captured.constants)}
+    for node, name in {**captured.buffers, **constants}.items():
         value = program.value(node)
         if value.source not in only:
             continue
-        _register(module, name, _spread(_found(found, name), mesh, device), name in kept)
+        source = captured.constants[node] if node in constants else _found(found, name)
+        _register(module, name, _spread(source, mesh, device, whole), name in kept)
         buffers[value], placements_of[value] = name, whole
-    for number, (node, constant) in enumerate(captured.constants.items()):
-        value = program.value(node)
-        if value.source not in only:
-            continue
-        _register(module, f"_constant_{number}", _spread(constant, mesh, device), False)
-        buffers[value], placements_of[value] = f"_constant_{number}", whole
     return ModelTensors(parameters, buffers, placements_of)
 
 
@@ -113,15 +109,14 @@ def _identity(source: Tensor) -> tuple[int, tuple[int, ...]]:
 def _parameter(
     source: Tensor, mesh: DeviceMesh, device: torch.device, placements: Placements, trained: bool
 ) -> nn.Parameter:
-    spread = distribute_tensor(source.detach().to(device), mesh, dtensor_placements(placements))
-    # A copy: where nothing is cut, it would be the model's own memory.
-    own = DTensor.from_local(spread.to_local().clone(), mesh, dtensor_placements(placements), run_check=False)
+    local = _spread(source, mesh, device, placements)
+    own = DTensor.from_local(local, mesh, dtensor_placements(placements), run_check=False)
     return nn.Parameter(own, requires_grad=trained)
 
 
-def _spread(source: Tensor, mesh: DeviceMesh, device: torch.device) -> Tensor:
-    spread = distribute_tensor(source.detach().to(device), mesh, dtensor_placements((REPLICATED,) * mesh.ndim))
-    return spread.to_local().clone()
+def _spread(source: Tensor, mesh: DeviceMesh, device: torch.device, placements: Placements) -> Tensor:
+    """This device's part: a copy, since it would be the model's own memory where nothing is cut."""
+    return distribute_tensor(source.detach().to(device), mesh, dtensor_placements(placements)).to_local().clone()
 
 
 def _values(model: nn.Module) -> dict[str, Tensor]:

@@ -71,7 +71,16 @@ class CapturedProgram:
 
     def call(self, op: int, node: fx.Node, split: OpSplit, mesh: Mesh) -> ShardedCall:
         """A call with its arguments in the order of the schema, and operands in place of nodes."""
-        reads = _Reads(self.graph.operators[op])
+        reader = self.graph.operators[op]
+        left = list(reader.reads)  # taken in order; one that is named twice may be listed once
+
+        def read_of(value: ValueRef) -> Read:
+            for read in (*left, *reader.reads):
+                if (read.source, read.output) == (value.source, value.output):
+                    if read in left:
+                        left.remove(read)
+                    return read
+            raise PlanError(f"operator '{reader.name}' reads a tensor that the graph does not know; capture anew")
 
         def given(each: fx.Node | torch.device) -> Any:
             if isinstance(each, torch.device):
@@ -79,13 +88,12 @@ class CapturedProgram:
             if each.op == "get_attr" and each.name not in self.captured.op_index:
                 return _placed(attrgetter(str(each.target))(self.root), self.device)
             value = self.value(each.name)
-            found = reads.take(value)
-            return Operand(value.source, value.output, found.tensor, _dtype(each), _strides(each))
+            return Operand(value.source, value.output, read_of(value).tensor, _dtype(each), _strides(each))
 
         args, kwargs = _bound(node)
         outputs = {user.args[1] for user in node.users if user.target is operator.getitem} or {0}
         return ShardedCall(
-            self.graph.operators[op],
+            reader,
             split,
             mesh,
             node.target,
@@ -93,22 +101,6 @@ class CapturedProgram:
             replace_leaves(kwargs, (fx.Node, torch.device), given),
             frozenset(int(output) for output in outputs if isinstance(output, int)),
         )
-
-
-class _Reads:
-    """An operator's operands, taken in order. One that is named twice may be listed once."""
-
-    def __init__(self, reader: Operator) -> None:
-        self.reader, self.left = reader, list(reader.reads)
-
-    def take(self, value: ValueRef) -> Read:
-        for reads in (self.left, self.reader.reads):
-            for read in reads:
-                if (read.source, read.output) == (value.source, value.output):
-                    if reads is self.left:
-                        self.left.remove(read)
-                    return read
-        raise PlanError(f"operator '{self.reader.name}' reads a tensor that the graph does not know; capture anew")
 
 
 def _placed(value: Any, device: torch.device | None) -> Any:

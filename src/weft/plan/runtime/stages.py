@@ -17,7 +17,7 @@ from weft.plan.graph import Graph, layer_of
 from weft.plan.runtime.lowering import LocalProgram, Segment, lower, segments
 from weft.plan.runtime.parameters import DeferredGradSync, ModelTensors
 from weft.plan.runtime.program import CallSignature, CannotShard, CapturedProgram, ValueRef
-from weft.plan.runtime.random_ops import is_random, skip_draw
+from weft.plan.runtime.random_ops import is_random, whole_draw
 from weft.plan.sharding import REPLICATED, Placements, ShardingStrategy, local_shape, without_partials
 
 
@@ -192,7 +192,7 @@ class StageGraph:
             random.add(op)
             if max(each or 0 for each in stage):
                 try:
-                    skip_draw(call)
+                    whole_draw(call)
                 except CannotShard as problem:
                     message = f"operator '{call.operator.name}' ({call.operator.target}): {problem}"
                     raise PlanError(f"{message}, so other stages cannot keep pace: ask for stages=1") from problem

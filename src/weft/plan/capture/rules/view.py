@@ -64,7 +64,7 @@ def reshape(call: OpCall) -> IterationSpace | None:
     return iteration_space(call, "view", [tuple(read)], [tuple(result)], unsplittable=whole, moved=0.0)
 
 
-@rule("permute transpose t movedim swapaxes numpy_T mT adjoint alias detach")
+@rule("permute transpose t swapaxes numpy_T mT adjoint alias detach")
 def permute(call: OpCall) -> IterationSpace | None:
     """All axes are free, in another order."""
     rank = call.operands[0].rank
@@ -73,17 +73,12 @@ def permute(call: OpCall) -> IterationSpace | None:
     order = list(range(rank))
     if name == "permute":
         order = [axis % rank for axis in call.given["dims"]]
-    elif name in ("transpose", "swapaxes", "t", "mT", "adjoint"):
-        if rank > 1:
-            pair = ("dim0", "dim1") if name == "transpose" else ("axis0", "axis1")
-            one, two = (
-                (call.axis(rank, key) for key in pair) if name in ("transpose", "swapaxes") else (rank - 2, rank - 1)
-            )
-            order[one], order[two] = order[two], order[one]
     elif name == "numpy_T":
         order.reverse()
-    elif name == "movedim":
-        return None
+    elif rank > 1 and name not in ("alias", "detach"):
+        pair = {"transpose": ("dim0", "dim1"), "swapaxes": ("axis0", "axis1")}.get(name)
+        one, two = (call.axis(rank, key) for key in pair) if pair else (rank - 2, rank - 1)
+        order[one], order[two] = order[two], order[one]
     return iteration_space(call, "view", [labels], [tuple(labels[axis] for axis in order)], moved=0.0)
 
 
@@ -132,10 +127,8 @@ def join(call: OpCall) -> IterationSpace | None:
     for value in call.operands:
         if call.target == "aten.stack":
             reads.append((*labels[:axis], *labels[axis + 1 :]))
-        else:
-            reads.append(
-                labels if value.rank == rank else (None,) * value.rank
-            )  # an empty tensor of any shape is allowed
+        else:  # an empty tensor of any shape is allowed
+            reads.append(labels if value.rank == rank else (None,) * value.rank)
     return iteration_space(call, "copy", reads, [labels], unsplittable=(labels[axis],))
 
 
