@@ -64,7 +64,7 @@ def plan_chain(
     Subnets are drawn evenly, or by ``mixture``: a probability for each option of a choice, as a search has narrowed it.
     Plan again when it has, and resume with the new cut: the result is the same to the bit.
     """
-    machine_spec = machine if isinstance(machine, Machine) else machine_of(machine)
+    machine_spec = machine_of(machine)
     if not 1 <= devices <= len(chain.blocks):
         raise PlanError(f"{len(chain.blocks)} blocks are cut into 1 to {len(chain.blocks)} stages, not {devices}")
     subnets = _drawn(chain, mixture, seed)

@@ -84,6 +84,10 @@ class Tables:
         weights = self.memory if limit != float("inf") else None
         return Problem(self.compute, self.moves, weights, limit)
 
+    def chosen(self, assignment: Sequence[int]) -> tuple[OpSplit, ...]:
+        """The splits of an assignment."""
+        return tuple(splits[k] for splits, k in zip(self.splits, assignment, strict=True))
+
     def weight(self, assignment: Sequence[int]) -> float:
         """Bytes of a device under an assignment."""
         return math.fsum(float(memory[k]) for memory, k in zip(self.memory, assignment, strict=True))

@@ -4,11 +4,4 @@ from weft.plan.runtime.apply import capture_microbatch, parallelize, program_of
 from weft.plan.runtime.checks import unsupported
 from weft.plan.runtime.module import ParallelModule, StepOptions
 
-__all__ = [
-    "ParallelModule",
-    "StepOptions",
-    "capture_microbatch",
-    "parallelize",
-    "program_of",
-    "unsupported",
-]
+__all__ = ["ParallelModule", "StepOptions", "capture_microbatch", "parallelize", "program_of", "unsupported"]

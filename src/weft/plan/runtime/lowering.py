@@ -142,7 +142,7 @@ def lower(
     for _, call, how in made:
         for operand in operands([how.args, how.kwargs]):
             wanted, gradient = _operand_request(call, operand)
-            requested[ValueRef(operand.source, operand.output), wanted][gradient] = None
+            requested[operand.value, wanted][gradient] = None
     ends = {value: without_partials(placements[value]) if value in keep_sharded else whole for value in results}
     for value, wanted in ends.items():
         requested[value, wanted][wanted] = None
@@ -213,7 +213,7 @@ class _Lowering:
 
     def compute(self, op: int, call: ShardedCall, how: LocalKernel) -> None:
         def register(operand: Operand) -> Register:
-            return Register(self.fetch(ValueRef(operand.source, operand.output), *_operand_request(call, operand)))
+            return Register(self.fetch(operand.value, *_operand_request(call, operand)))
 
         args, kwargs = fill_operands(how.args, register), fill_operands(how.kwargs, register)
         targets = tuple((output, self.register(ValueRef(op, output))) for output in sorted(call.used_outputs))

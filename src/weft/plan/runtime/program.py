@@ -43,25 +43,14 @@ class CapturedProgram:
     def graph(self) -> Graph:
         return self.captured.graph
 
-    @property
-    def root(self) -> fx.GraphModule:
-        root: fx.GraphModule = self.captured.program.graph_module
-        return root
-
     def calls(self) -> Iterator[tuple[int, fx.Node]]:
         """The calls in order, each with its operator's index; the picking of one of several results is none."""
         for node in self.captured.program.graph.nodes:
             if node.op == "call_function" and node.target is not operator.getitem:
-                if node.name not in self.captured.op_index:
-                    raise PlanError(
-                        f"'{node.name}' ({node.target}) is in the program but not in the graph; capture anew"
-                    )
                 yield self.captured.op_index[node.name], node
 
     def value(self, node: str) -> ValueRef:
         """Which operator's output a node stands for."""
-        if node not in self.captured.values:
-            raise PlanError(f"'{node}' is read in the program but is not in the graph; capture anew")
         return ValueRef(*self.captured.values[node])
 
     def dtypes(self) -> dict[ValueRef, torch.dtype]:
@@ -75,20 +64,18 @@ class CapturedProgram:
         left = list(reader.reads)  # taken in order; one that is named twice may be listed once
 
         def read_of(value: ValueRef) -> Read:
-            for read in (*left, *reader.reads):
-                if (read.source, read.output) == (value.source, value.output):
-                    if read in left:
-                        left.remove(read)
-                    return read
-            raise PlanError(f"operator '{reader.name}' reads a tensor that the graph does not know; capture anew")
+            found = next(read for read in (*left, *reader.reads) if ValueRef(read.source, read.output) == value)
+            if found in left:
+                left.remove(found)
+            return found
 
         def given(each: fx.Node | torch.device) -> Any:
             if isinstance(each, torch.device):
                 return self.device or each
             if each.op == "get_attr" and each.name not in self.captured.op_index:
-                return _placed(attrgetter(str(each.target))(self.root), self.device)
+                return _placed(attrgetter(str(each.target))(self.captured.program.graph_module), self.device)
             value = self.value(each.name)
-            return Operand(value.source, value.output, read_of(value).tensor, _dtype(each), _strides(each))
+            return Operand(value, read_of(value).tensor, _dtype(each), _strides(each))
 
         args, kwargs = _bound(node)
         outputs = {user.args[1] for user in node.users if user.target is operator.getitem} or {0}
@@ -210,8 +197,7 @@ class CannotShard(Exception):
 class Operand:
     """Stands for a tensor among the arguments of a call: which value it is, and how the operator sees it."""
 
-    source: int
-    output: int
+    value: ValueRef
     tensor: GraphTensor
     dtype: torch.dtype
     strides: tuple[int, ...] | None = None  # of the whole value, where they are known
