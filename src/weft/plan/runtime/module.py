@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -118,7 +119,6 @@ class ParallelModule(nn.Module):
         self.changing = tuple(stage_graph.changes)
         """The buffers that steps change, of all stages, also those that are no part of the model's state."""
         self._changes = {name: value for name, value in stage_graph.changes.items() if value in self._section.ends}
-        self._forward_program: tuple[LocalProgram, tuple[Segment, ...]] | None = None
         self._rng_compared = False
         self._plan: StagePlan | None = None
         if stage_graph.loss is not None:
@@ -133,22 +133,20 @@ class ParallelModule(nn.Module):
                 "a model in stages or micro-batches runs whole steps: call step(batch), which gives the loss and the "
                 "gradients"
             )
-        changes = self._stage_graph.changes
-        if self._forward_program is None:
-            self._forward_program = forward_program(
-                self._program, self.strategy, changes, self._weights, self.options.recompute
-            )
         program, segments = self._forward_program
         registers = self._filled(program, batch)
         if program.random:
             self._compare_rng()
         self._run(program, segments, registers)
-        for name, value in changes.items():
-            self.get_buffer(name).copy_(registers[program.results[value]].detach())
         outputs = self._signature.outputs
         return self._signature.result(
             [registers[program.results[each]] if isinstance(each, ValueRef) else each[0] for each in outputs]
         )
+
+    @cached_property
+    def _forward_program(self) -> tuple[LocalProgram, tuple[Segment, ...]]:
+        changes, recompute = self._stage_graph.changes, self.options.recompute
+        return forward_program(self._program, self.strategy, changes, self._weights, recompute)
 
     def step(self, batch: Batch, before_microbatch: Callable[[int], None] | None = None) -> Tensor:
         """Forward and backward of a batch: gives the loss, the same on every process, and leaves its gradients, and
@@ -240,8 +238,6 @@ class ParallelModule(nn.Module):
         for item, tensor in zip(plan.receives, received, strict=True):
             registers[program.inputs[item.edge.value]] = tensor.requires_grad_(item.edge.gradient)
         self._run(program, plan.segments, registers)
-        for name, value in self._changes.items():
-            self.get_buffer(name).copy_(registers[program.results[value]].detach())
         sent = {item.edge.value: registers[program.results[item.edge.value]] for item in plan.sends}
         self._p2p.send_activations([sent[item.edge.value] for item in plan.sends])
         loss = self._stage_graph.loss
@@ -267,6 +263,8 @@ class ParallelModule(nn.Module):
         with resharding.hooks() if program.reshards else nullcontext():
             for segment in segments:
                 segment.run(registers, self._collectives, resharding)
+        for name, value in self._changes.items():
+            self.get_buffer(name).copy_(registers[program.results[value]].detach())
 
     def _filled(self, program: LocalProgram, batch: Batch) -> list[Any]:
         """Registers with what the program reads: parameters, buffers and the batch."""

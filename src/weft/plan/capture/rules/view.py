@@ -105,16 +105,15 @@ def cut(call: OpCall) -> IterationSpace | None:
     value = call.operands[0]
     labels = names("a", value.rank)
     axis = call.axis(value.rank)
-    results: list[AxisNames] = []
-    taken = False
-    for found in call.results:
-        if found.rank < value.rank:
-            results.append((*labels[:axis], *labels[axis + 1 :]))
-        else:
-            same = found.shape == value.shape and call.target == "aten.slice"
-            taken = taken or same
-            results.append(labels if same else (*labels[:axis], None, *labels[axis + 1 :]))
-    return iteration_space(call, "view", [labels], results, unsplittable=() if taken else (labels[axis],), moved=0.0)
+    if call.target == "aten.slice" and call.results[0].shape == value.shape:
+        return iteration_space(call, "view", [labels], [labels], moved=0.0)
+    results = [_part(labels, axis, found.rank) for found in call.results]
+    return iteration_space(call, "view", [labels], results, unsplittable=(labels[axis],), moved=0.0)
+
+
+def _part(labels: AxisNames, axis: int, rank: int) -> AxisNames:
+    """The axes of a part along one axis, which a part of lower rank lacks."""
+    return (*labels[:axis], *((None,) if rank == len(labels) else ()), *labels[axis + 1 :])
 
 
 @rule("cat", "concat", "concatenate", "stack")
@@ -188,9 +187,5 @@ def replace_part(call: OpCall) -> IterationSpace | None:
     value, source = call.operands
     labels = names("a", value.rank)
     axis = call.axis(value.rank)
-    read: AxisNames
-    if source.rank < value.rank:
-        read = (*labels[:axis], *labels[axis + 1 :])
-    else:
-        read = (*labels[:axis], None, *labels[axis + 1 :])
+    read = _part(labels, axis, source.rank)
     return iteration_space(call, "copy", [labels, read], [labels], unsplittable=(labels[axis],))
