@@ -19,19 +19,19 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from weft.errors import PlanError
 from weft.plan.capture import Batch
 from weft.plan.graph import batch_size
 from weft.plan.runtime.lowering import LocalProgram, Segment
 from weft.plan.runtime.p2p import ProcessGrid, StageP2P, Stages, name_lost_peer
-from weft.plan.runtime.parameters import full_tensor, persistent_buffers, register_tensors, storage_owners
+from weft.plan.runtime.parameters import register_tensors, storage_owners
 from weft.plan.runtime.program import CallSignature, CapturedProgram, ValueRef, split_batch
 from weft.plan.runtime.random_ops import require_equal_rng, rng_digest
-from weft.plan.runtime.redistribute import MeshCollectives, ReshardAfterForward
+from weft.plan.runtime.redistribute import MeshCollectives, ReshardAfterForward, redistribution_steps
 from weft.plan.runtime.stages import StageGraph, StagePlan, forward_program
-from weft.plan.sharding import ShardingStrategy
+from weft.plan.sharding import REPLICATED, ShardingStrategy
 
 
 class StageOp(NamedTuple):
@@ -202,7 +202,7 @@ class ParallelModule(nn.Module):
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's state with every tensor whole, on every process; all of them must call it."""
         captured = self._program.captured
-        kept = persistent_buffers(captured)
+        kept = captured.program.state_dict
         names = (*captured.parameters.values(), *(name for name in captured.buffers.values() if name in kept))
         own = self.state_dict()
         return self.gather_full(names, lambda name: self.full_tensor(own[name]))
@@ -228,7 +228,12 @@ class ParallelModule(nn.Module):
 
     def full_tensor(self, value: Tensor) -> Tensor:
         """A parameter of this stage or its gradient, whole on every process of the stage; all of them must call it."""
-        return full_tensor(value.detach(), self._collectives)
+        value = value.detach()
+        if not isinstance(value, DTensor):
+            return value
+        held = tuple(each.dim if isinstance(each, Shard) else REPLICATED for each in value.placements)
+        steps = redistribution_steps(held, (REPLICATED,) * len(held), self.strategy.mesh)
+        return self._collectives.move(value.to_local(), steps)
 
     def _forward(self, plan: StagePlan, part: Batch) -> _PendingBackward:
         program = plan.program
