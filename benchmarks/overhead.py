@@ -103,7 +103,8 @@ class WeftLoop:
         self.trainer = Trainer(self.chain, data, self.config, self.engine, ControlStore.alone(), {})
         described = describe_run(self.chain, data, self.config, execution, None)
         self.trainer.open(open_run(RunConfig(name="run", folder=folder), described, self.device, False))
-        keep_freed_memory(self.device)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.engine.begin(0)
         self.engine.layers.train_mode()
 

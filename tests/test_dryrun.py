@@ -177,6 +177,15 @@ def test_activations_that_cannot_be_followed_say_why() -> None:
     assert "unknown: RuntimeError without data: " in described(misfit)["memory_activations"]
 
 
+def test_a_space_with_real_choices_is_too_large_to_count() -> None:
+    def real() -> Chain:
+        space = Space()
+        space.real("rate", 0.0, 1.0)
+        return Chain(Choice(space, "b", {"p": partial(nn.Linear, 3, 2), "q": partial(nn.Linear, 3, 2)}))
+
+    assert described(real)["subnets"] == "too many to count"
+
+
 def test_a_foreign_loader_is_described_by_its_own_batches() -> None:
     loader = DataLoader(TensorDataset(torch.ones(12, 3), torch.zeros(12, 2)), batch_size=4)
     found = described(source=as_data(loader))

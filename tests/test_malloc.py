@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from weft.utils.malloc import tune_glibc
+from weft.utils.malloc import keep_freed_memory
 
 PROGRAM = """
 import resource, torch
 from weft.utils.malloc import keep_freed_memory
-keep_freed_memory(torch.device("cpu"))
+keep_freed_memory()
 for _ in range(3):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step = [torch.zeros(2**18) for _ in range(64)]
@@ -35,7 +35,7 @@ def page_faults(**variables: str) -> int:
     return int(ran.stdout)
 
 
-@pytest.mark.skipif(not tune_glibc(), reason="needs glibc, with its own settings")
+@pytest.mark.skipif(not keep_freed_memory(), reason="needs glibc, with its own settings")
 def test_a_step_reuses_the_pages_of_the_last_one_unless_the_user_has_set_the_allocator() -> None:
     pages = 64 * 2**20 // os.sysconf("SC_PAGE_SIZE")
     assert page_faults() < pages / 8

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
-from weft.data import Loader, Subset, Text, digits, load, open_data, text
+from weft.data import Subset, Text, digits, load, open_data, text
 from weft.data.builtin import _cut
 from weft.errors import DataError
 
@@ -136,16 +136,6 @@ def test_a_part_of_nothing_is_left_out_and_validation_may_have_a_stride_of_its_o
 def test_a_split_that_is_none_is_refused(split: Any) -> None:
     with pytest.raises(DataError, match="split takes the fractions that train, validate"):
         text(split=split)
-
-
-def test_shuffled_windows_one_apart_begin_anywhere_and_come_once_an_epoch() -> None:
-    windows = Text(torch.arange(1000), context=16, stride=1)
-    loader = Loader(windows, 8, seed=0)
-    assert loader.per_epoch == 984 // 8
-    starts = np.concatenate([loader.batch(i)["tokens"][:, 0].numpy() for i in range(loader.per_epoch)])
-    assert sorted(starts) == list(range(984))
-    assert np.abs(np.diff(starts)).min() > 0
-    assert abs(np.corrcoef(starts[:-1], starts[1:])[0, 1]) < 0.1
 
 
 def test_text_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

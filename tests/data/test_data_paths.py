@@ -356,7 +356,7 @@ def test_what_is_no_known_kind_is_refused_with_the_list(tmp_path: Path) -> None:
         load(tmp_path / "a.bin")
     with pytest.raises(DataError, match=f"cannot tell .*{kinds}"):
         load(tmp_path)
-    with pytest.raises(DataError, match=f"unknown kind of data 'npy'; kinds: {kinds}; did you mean 'npz'"):
+    with pytest.raises(DataError, match="unknown kind of data 'npy'; did you mean 'npz'"):
         load(tmp_path / "a.bin", "npy")
     with pytest.raises(DataError, match="there is no file or folder"):
         load(tmp_path / "absent")

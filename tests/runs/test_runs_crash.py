@@ -67,7 +67,7 @@ import os, signal, sys, torch
 from weft.runs import Checkpoints, Events
 from weft.utils import files
 count = 0
-pure = "to_json disk_errors path steps _entries _digest _refuse_twice _bytes names layer_of check parse".split()
+pure = "to_json disk_errors _path steps _entries _digest _refuse_twice _bytes names layer_of check parse".split()
 pure += "<genexpr> <listcomp> <dictcomp> <setcomp> <lambda>".split()
 def trace(frame, event, arg):
     global count

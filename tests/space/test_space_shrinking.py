@@ -39,16 +39,6 @@ def test_options_open_from_the_last_on_and_kind_after_kind() -> None:
     assert {subnet["expand"] for (subnet,) in (stream[i] for i in range(20, 40))} == {3, 6}
 
 
-def test_a_step_is_a_function_of_the_seed_and_its_number() -> None:
-    one, other = (Shrinking(space_of(), 50, "kernel,depth,expand", seed=3) for _ in range(2))
-    assert [one[i] for i in (40, 3, 40)] == [other[i] for i in (40, 3, 40)]
-    again = make_stream(space_of(), one.to_json())
-    assert [again[i] for i in range(50)] == [one[i] for i in range(50)]
-    assert [Shrinking(space_of(), 50, seed=4)[i] for i in range(50)] != [
-        Shrinking(space_of(), 50)[i] for i in range(50)
-    ]
-
-
 def test_every_subnet_meets_the_constraints() -> None:
     space = space_of(constrained=True)
     stream = make_stream(space, "shrinking:kernel,depth", steps=60)

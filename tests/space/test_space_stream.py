@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import SpaceError, StreamError
-from weft.space import Fair, Fixed, FromFile, Iid, Sandwich, Space, Spaced, make_stream
+from weft.space import Fair, Fixed, FromFile, Iid, Sandwich, Shrinking, Space, Spaced, make_stream
 from weft.space.permutation_streams import bits_per_step
 from weft.utils.rng import generator
 
@@ -250,6 +250,7 @@ def kinds(space: Space, tmp_path: Path) -> list:
         Fair(space, 4),
         Spaced(space, 3, 4),
         Sandwich(space, 2, 4),
+        Shrinking(space, 200, "b1,b0", seed=4),
         Fixed(space, space.last(), 4),
         FromFile(space, path, 4),
     ]

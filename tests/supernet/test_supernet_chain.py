@@ -182,10 +182,10 @@ IDENTITY: dict[str, nn.Module] = {"x": nn.Identity()}
         (lambda: Choice(Space(), "b", {"a/b": nn.Identity()}), "cannot be a name"),
         (lambda: Shared(nn.Identity(), "a", side=["x"]), "side= was renamed to extra_inputs="),
         *(
-            (lambda name=name: Chain(Shared(nn.Identity(), name)), f"'{name}' is taken")
+            (lambda name=name: Chain(Shared(nn.Identity(), name)), f"attribute '{name}' already exists")
             for name in ("forward", "training", "layers", "space", "blocks", "inputs", "_routes", "_modules")
         ),
-        (lambda: Chain(Choice(Space(), "b", {"parameters": nn.Identity()})), "'parameters' is taken"),
+        (lambda: Chain(Choice(Space(), "b", {"parameters": nn.Identity()})), "attribute 'parameters' already exists"),
     ],
 )
 def test_blocks_that_make_no_chain_are_refused(make: Callable[[], object], message: str) -> None:

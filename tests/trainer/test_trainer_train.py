@@ -486,7 +486,7 @@ def test_a_consistency_may_be_given_for_all_for_a_block_a_layer_or_the_shared_on
         ({"consistency": "bounded(2,9)"}, ConsistencyError, "at most 4"),
         ({"device": "cuda"}, TrainError, "no CUDA device"),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
 def test_a_mistake_is_refused_before_anything_is_trained(
     tmp_path: Path, change: dict[str, Any], error: type[Exception], match: str

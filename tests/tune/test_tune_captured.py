@@ -12,50 +12,46 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from networks import CachesTable, Idle, conv, mlp, transformer
+from networks import Between, CachesTable, Idle, conv, mlp, transformer
 from standin import Standin
 from torch import Tensor, nn
+from trials import Killed, config_of, fit_of, run, run_fused, saved
 
-import weft
-from weft.data import Data, digits
 from weft.engine.losses import cross_entropy
 from weft.memory.allocator import AllocatorConfig
 from weft.memory.replay import replay, reserved_in_two_pools
 from weft.memory.timeline import AllocationTimeline
 from weft.nn.state import ModuleState
-from weft.runs import Checkpoints
 from weft.tune.fit.peaks import step_memory
-from weft.tune.fusion.trainer import train_fused
 from weft.tune.jobs import Fit
-from weft.tune.recipe import Recipe, TrialConfig, trial_config
+from weft.tune.recipe import TrialConfig
 from weft.tune.training.cuda_graphs import MAX_GRAPHS, MIN_STEPS, WARM_UP_STEPS, GraphedStep, empty_aligned_like
 from weft.tune.training.memory_limit import OutOfMemory
-from weft.tune.training.trainer import Result, train
+from weft.tune.training.trainer import Result
 from weft.utils.rng import host
 
 STEPS = 14
 MODELS = {"mlp": mlp, "conv": conv, "transformer": transformer, "idle": lambda _: Idle(), "caches": CachesTable}
 
 
-class Odd(nn.Module):
+class Odd(Between):
     """What it does differs from forward to forward."""
 
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.head, self.how, self.count, self.mean = nn.Linear(64, 10), how, 0, torch.ones(())
-        self.own = np.random.default_rng(0)
+    how = ""
 
-    def forward(self, image: Tensor) -> Tensor:
-        out: Tensor = self.head(image.flatten(1))
+    def prepare(self, params: Any) -> None:
+        self.count, self.mean, self.own = 0, torch.ones(()), np.random.default_rng(0)
+
+    def between(self, x: Tensor) -> Tensor:
         if not self.training:
-            return out
+            return x
         if self.how == "counts":
             self.count += 1
-            return out * self.count
+            return x * self.count
         if self.how == "keeps":
-            self.mean = 0.9 * self.mean + out.mean().detach()
-            return out * self.mean
-        return out * float(self.own.random() if self.how == "draws" else np.random.rand())  # noqa: NPY002
+            self.mean = 0.9 * self.mean + x.mean().detach()
+            return x * self.mean
+        return x * float(self.own.random() if self.how == "draws" else np.random.rand())  # noqa: NPY002
 
 
 @contextmanager
@@ -74,116 +70,77 @@ def recorded() -> Iterator[list[Standin]]:
     assert all(one.closed for one in found)
 
 
-@pytest.fixture(scope="module")
-def data() -> Data:
-    return digits()
+def config(model: Any, params: Any = None, **fields: Any) -> TrialConfig:
+    given = {"steps": STEPS, "report_every": 5, "optimizer_options": {"lr": 0.02}, "microbatch_batchnorm": True}
+    return config_of(model, params, **given | fields)
 
 
-def recipe(data: Data, model: Any, **fields: Any) -> Recipe:
-    given: dict[str, Any] = {
-        "steps": STEPS,
-        "batch_size": 16,
-        "report_every": 5,
-        "optimizer_options": {"lr": 0.02},
-    } | fields
-    metrics = {"accuracy": weft.accuracy}
-    return Recipe(model=model, data=data, metrics=metrics, objectives=("accuracy", "loss"), **given)
+def check_same(one: Result, other: Result, mine: Path, its: Path) -> None:
+    """Losses, values, the weights at the end and the optimizer's state at the last report before."""
+    assert (one.losses, one.values) == (other.losses, other.values)
+    last = len(one.losses)
+    for step in ((last - 1) // 5 * 5, last):
+        tensors, wanted = saved(mine, step), saved(its, step)
+        assert tensors.keys() == wanted.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, wanted[name]), name
 
 
-def cut(micro: int) -> Fit:
-    return Fit("accumulate", micro, -(-16 // micro), 1, 0, None, "")
-
-
-def run(one: TrialConfig, folder: Path, fit: Fit | None = None) -> tuple[Result, dict[str, Tensor]]:
-    result = train(one, fit, device="cpu", directory=folder, report=lambda *_: False)
-    return result, kept(folder)
-
-
-def kept(folder: Path) -> dict[str, Tensor]:
-    """What the last two checkpoints hold: the earlier has the optimizer's state, the last the weights."""
-    steps = Checkpoints(folder / "checkpoints").steps()[-2:]
-    return {
-        f"{step} {n}": t for step in steps for n, t in Checkpoints(folder / "checkpoints").load(step).tensors.items()
-    }
-
-
-def check_same(one: Any, other: Any) -> None:
-    (mine, tensors), (its, wanted) = one, other
-    assert mine.losses == its.losses
-    assert mine.values == its.values
-    assert tensors.keys() == wanted.keys()
-    assert any(name.startswith("10 ") for name in tensors)
-    for name, tensor in tensors.items():
-        assert torch.equal(tensor, wanted[name]), name
+def run_both(one: TrialConfig, folder: Path, fit: Fit | None = None) -> Standin:
+    """Trains eagerly, and with a recorder, which is returned, to the same bits."""
+    wanted, _ = run(one, folder / "plain", fit)
+    with recorded() as made:
+        found, _ = run(one, folder / "replayed", fit)
+    check_same(found, wanted, folder / "replayed", folder / "plain")
+    assert len(made) == 1
+    return made[0]
 
 
 @pytest.mark.parametrize(
-    ("model", "micro", "graphs"), [*((name, 16, 1) for name in MODELS), ("mlp", 4, 3), ("conv", 6, 3), ("idle", 6, 3)]
+    ("model", "micro", "graphs", "fields"),
+    [
+        *((name, 16, 1, {}) for name in MODELS),
+        ("mlp", 4, 3, {}),
+        ("conv", 6, 3, {}),
+        ("idle", 6, 3, {}),
+        ("mlp", 16, 1, {"optimizer": "sgd", "precision": "bf16"}),
+        ("mlp", 16, 1, {"optimizer": "rmsprop"}),
+    ],
 )
 def test_replayed_steps_have_the_bits_of_steps_that_run_eagerly(
-    model: str, micro: int, graphs: int, data: Data, tmp_path: Path
+    model: str, micro: int, graphs: int, fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    fit = None if micro == 16 else cut(micro)
-    one = trial_config(recipe(data, MODELS[model], microbatch_batchnorm=True, lr_schedule="cosine"), {})
-    wanted = run(one, tmp_path / "plain", fit)
-    with recorded() as made:
-        check_same(run(one, tmp_path / "replayed", fit), wanted)
-    assert len(made) == 1
-    assert made[0].captures == graphs
-    assert made[0].replays == (STEPS - WARM_UP_STEPS) * (1 if fit is None else fit.microbatches)
+    fit = fit_of(micro)
+    recorder = run_both(config(MODELS[model], lr_schedule="cosine", **fields), tmp_path, fit)
+    assert recorder.captures == graphs
+    assert recorder.replays == (STEPS - WARM_UP_STEPS) * fit.microbatches
 
 
-@pytest.mark.parametrize(("optimizer", "precision"), [("sgd", "bf16"), ("rmsprop", "fp32")])
-def test_any_optimizer_and_precision_is_replayed(optimizer: str, precision: str, data: Data, tmp_path: Path) -> None:
-    one = trial_config(recipe(data, mlp, optimizer=optimizer, precision=precision), {})
-    wanted = run(one, tmp_path / "plain")
-    with recorded() as made:
-        check_same(run(one, tmp_path / "replayed"), wanted)
-    assert made[0].replays == STEPS - WARM_UP_STEPS
-
-
-class Killed(Exception):
-    pass
-
-
-def test_a_trial_that_is_killed_goes_on_from_its_checkpoint_and_is_captured_again(data: Data, tmp_path: Path) -> None:
-    one = trial_config(recipe(data, conv, steps=20), {})
-    wanted = run(one, tmp_path / "plain", None)
-
-    def report(step: int, values: Any) -> bool:
-        if step == 10:
-            raise Killed
-        return False
-
+def test_a_trial_that_is_killed_goes_on_from_its_checkpoint_and_is_captured_again(tmp_path: Path) -> None:
+    one = config(conv, steps=20)
+    wanted, _ = run(one, tmp_path / "plain")
     with recorded() as made:
         with pytest.raises(Killed):
-            train(one, None, device="cpu", directory=tmp_path / "killed", report=report)
-        resumed, tensors = run(one, tmp_path / "killed")
-    assert resumed.losses == wanted[0].losses
-    assert resumed.values == wanted[0].values
-    assert all(torch.equal(tensor, wanted[1][name]) for name, tensor in tensors.items())
+            run(one, tmp_path / "killed", kill_at=10)
+        found, _ = run(one, tmp_path / "killed")
+    check_same(found, wanted, tmp_path / "killed", tmp_path / "plain")
     assert [one.replays for one in made] == [10 - WARM_UP_STEPS, 15 - WARM_UP_STEPS]  # from the checkpoint of step 5
 
 
 @pytest.mark.parametrize("how", ["counts", "keeps", "draws", "draws globally"])
 def test_a_model_that_changes_on_the_host_runs_eagerly(
-    how: str, data: Data, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = trial_config(recipe(data, lambda _: Odd(how)), {})
-    np.random.seed(3)  # noqa: NPY002
-    wanted = run(one, tmp_path / "plain")
-    np.random.seed(3)  # noqa: NPY002
-    with recorded() as made, caplog.at_level("INFO", "weft.tune"):
-        check_same(run(one, tmp_path / "odd"), wanted)
-    assert (made[0].captures, made[0].replays) == (0, 0)
-    assert "runs without CUDA graphs: it changes what the model keeps on the host" in caplog.text
+    monkeypatch.setattr(Odd, "how", how)
+    with caplog.at_level("INFO", "weft.tune"):
+        recorder = run_both(config(Odd), tmp_path)
+    assert (recorder.captures, recorder.replays) == (0, 0)
+    assert "without CUDA graphs: it changes what the model keeps on the host" in caplog.text
 
 
 def test_a_capture_that_fails_leaves_no_trace(
-    data: Data, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = trial_config(recipe(data, conv, microbatch_batchnorm=True), {})
-    wanted = run(one, tmp_path / "plain", cut(8))
     capture = Standin.capture
 
     def second_fails(self: Standin, function: Any) -> Any:
@@ -191,47 +148,35 @@ def test_a_capture_that_fails_leaves_no_trace(
         return capture(self, function)
 
     monkeypatch.setattr(Standin, "capture", second_fails)
-    with recorded() as made, caplog.at_level("INFO", "weft.tune"):
-        check_same(run(one, tmp_path / "failed", cut(8)), wanted)
-    assert (made[0].captures, made[0].replays) == (2, 1)
+    with caplog.at_level("INFO", "weft.tune"):
+        recorder = run_both(config(conv), tmp_path, fit_of(8))
+    assert (recorder.captures, recorder.replays) == (2, 1)
     assert "without CUDA graphs: RuntimeError: no such kernel" in caplog.text
 
 
-def test_memory_that_a_capture_lacks_is_the_trials_own(
-    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_a_capture_lacks_is_the_trials_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Standin, "capture", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
     with recorded(), pytest.raises(OutOfMemory):
-        run(trial_config(recipe(data, mlp), {}), tmp_path)
+        run(config(mlp), tmp_path)
 
 
-def test_what_judges_a_trial_must_keep_no_tensor(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_judges_a_trial_must_keep_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Standin, "keeps", 1)
-    with recorded() as made:
-        run(trial_config(recipe(data, mlp), {}), tmp_path)
-    assert made[0].replays == 5 - WARM_UP_STEPS  # up to the first report
+    assert run_both(config(mlp), tmp_path).replays == 5 - WARM_UP_STEPS  # up to the first report
 
 
 @pytest.mark.parametrize(
-    ("fields", "fit"),
+    ("fields", "strategy"),
     [
-        ({"steps": MIN_STEPS - 1, "report_every": None}, None),
-        ({"cuda_graphs": False}, None),
-        ({}, Fit("recompute", 16, 1, 1, 0, None, "")),
-        ({}, Fit("offload", 16, 1, 1, 0, None, "")),
+        ({"steps": MIN_STEPS - 1, "report_every": None}, "whole"),
+        ({"cuda_graphs": False}, "whole"),
+        ({}, "recompute"),
+        ({}, "offload"),
     ],
 )
-def test_steps_that_are_not_worth_it_are_not_recorded(
-    fields: dict[str, Any], fit: Fit | None, data: Data, tmp_path: Path
-) -> None:
+def test_steps_that_are_not_worth_it_are_not_recorded(fields: dict[str, Any], strategy: str, tmp_path: Path) -> None:
     with recorded() as made:
-        train(
-            trial_config(recipe(data, mlp, **fields), {}),
-            fit,
-            device="cpu",
-            directory=tmp_path,
-            report=lambda *_: False,
-        )
+        run(config(mlp, **fields), tmp_path, fit_of(strategy=strategy))
     assert made == []
 
 
@@ -327,51 +272,36 @@ def test_a_change_of_what_a_module_or_its_loss_holds_is_seen() -> None:
         assert state() != before
 
 
-def run_fused(
-    configs: list[TrialConfig], folder: Path, fit: Fit | None, pruned: Any = ()
-) -> tuple[dict[int, Any], Any]:
-    found: dict[int, Any] = {}
-    folders = [folder / str(trial) for trial in range(len(configs))]
-    report = lambda trial, step, values: (trial, step) in pruned  # noqa: E731
-    train_fused(configs, fit, device="cpu", directories=folders, report=report, ended=found.__setitem__)
-    return found, [kept(folder) for trial, folder in enumerate(folders) if found[trial] != "pruned"]
-
-
 @pytest.mark.parametrize(
     ("model", "micro", "alike"), [(mlp, 16, False), (mlp, 6, True), (conv, 16, False), (transformer, 6, False)]
 )
-def test_fused_trials_are_replayed_with_the_same_bits(
-    model: Any, micro: int, alike: bool, data: Data, tmp_path: Path
-) -> None:
-    fit = None if micro == 16 else cut(micro)
-    one = recipe(data, model, steps=20, microbatch_batchnorm=True, optimizer="sgd", optimizer_options={"momentum": 0.9})
+def test_fused_trials_are_replayed_with_the_same_bits(model: Any, micro: int, alike: bool, tmp_path: Path) -> None:
+    fit = fit_of(micro)
     own = [{"lr": 0.02 * (trial + 1), "dropout": 0.1 * trial, "seed": 0 if alike else trial} for trial in range(3)]
-    configs = [trial_config(one, params) for params in own]
-    wanted = run_fused(configs, tmp_path / "plain", fit, {(1, 10)})
+    configs = [config(model, params, steps=20, optimizer="sgd", optimizer_options={"momentum": 0.9}) for params in own]
+
+    def prune(trial: int, step: int, values: Any) -> bool:
+        return (trial, step) == (1, 10)
+
+    wanted = run_fused(configs, tmp_path / "plain", fit, prune)
     with recorded() as made:
-        found = run_fused(configs, tmp_path / "replayed", fit, {(1, 10)})
-    assert found[0][1] == wanted[0][1] == "pruned"
+        found = run_fused(configs, tmp_path / "replayed", fit, prune)
+    assert found[1] == wanted[1] == "pruned"
     for trial in (0, 2):
-        assert found[0][trial].losses == wanted[0][trial].losses
-        assert found[0][trial].values == wanted[0][trial].values
-    for mine, its in zip(found[1], wanted[1], strict=True):
-        assert mine.keys() == its.keys()
-        assert all(torch.equal(tensor, its[name]) for name, tensor in mine.items())
-    parts = 1 if fit is None else fit.microbatches
+        check_same(found[trial], wanted[trial], *(tmp_path / how / str(trial) for how in ("replayed", "plain")))
     figures = [(one.captures, one.replays) for one in made]
-    assert figures == [(parts, (10 - WARM_UP_STEPS) * parts)] * 2  # anew once a trial has left
+    assert figures == [(fit.microbatches, (10 - WARM_UP_STEPS) * fit.microbatches)] * 2  # anew once a trial has left
 
 
 def test_an_evaluation_of_fused_trials_leaves_no_tensor_that_a_replay_would_write_over(
-    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def live_tensors(self: Standin) -> int:
         return sum(type(one) is Tensor for one in gc.get_objects())
 
     monkeypatch.setattr(Standin, "held", live_tensors)
-    configs = [trial_config(recipe(data, mlp), {"seed": trial}) for trial in range(2)]
     with recorded() as made:
-        run_fused(configs, tmp_path, None, ())
+        run_fused([config(mlp, {"seed": trial}, checkpoint_every=STEPS) for trial in range(2)], tmp_path)
     assert [one.replays for one in made] == [STEPS - WARM_UP_STEPS]
 
 
@@ -389,18 +319,18 @@ def test_what_one_pool_has_free_the_other_cannot_use() -> None:
     assert reserved_in_two_pools(tape, AllocatorConfig()) == (20 + 40 + 30 + 40) * mib
 
 
-def test_a_captured_trial_is_given_the_memory_of_its_graphs(data: Data) -> None:
-    one = trial_config(recipe(data, mlp, batch_size=256), {})
-    short, plain = (replace(one, steps=MIN_STEPS - 1), replace(one, cuda_graphs=False))
-    needs = [step_memory(each, "whole", "h200", accumulate=False).bytes_at(256) for each in (one, short, plain)]
-    assert needs[0] > needs[1] == needs[2]
-    assert step_memory(one, "recompute", "h200", accumulate=False).bytes_at(256) == step_memory(
-        plain, "recompute", "h200", accumulate=False
-    ).bytes_at(256)
+def test_a_captured_trial_is_given_the_memory_of_its_graphs() -> None:
+    def needed(one: TrialConfig, strategy: Any = "whole") -> int:
+        return step_memory(one, strategy, "h200", accumulate=False).bytes_at(256)
+
+    one = config(mlp, batch_size=256)
+    short, plain = replace(one, steps=MIN_STEPS - 1), replace(one, cuda_graphs=False)
+    assert needed(one) > needed(short) == needed(plain)
+    assert needed(one, "recompute") == needed(plain, "recompute")
 
 
-def test_the_largest_micro_batch_is_the_largest_that_fits(data: Data) -> None:
-    found = step_memory(trial_config(recipe(data, mlp, batch_size=512), {}), "whole", "h200", accumulate=True)
+def test_the_largest_micro_batch_is_the_largest_that_fits() -> None:
+    found = step_memory(config(mlp, batch_size=512), "whole", "h200", accumulate=True)
     room = found.bytes_at(200)
     largest = found.largest(room)
     assert largest >= 200

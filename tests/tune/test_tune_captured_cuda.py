@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +12,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from trials import config_of, fit_of, run, run_fused, saved
 
-import weft
 from weft.data import Data, Tensors
-from weft.runs import Checkpoints
-from weft.tune.fusion.trainer import train_fused
 from weft.tune.jobs import Fit
-from weft.tune.recipe import Recipe, TrialConfig, trial_config
+from weft.tune.recipe import TrialConfig
 from weft.tune.training.cuda_graphs import GraphRecorder
 from weft.tune.training.memory_limit import OutOfMemory
-from weft.tune.training.trainer import Result, train
 from weft.utils.rng import generator
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-STEPS = 14
+STEPS, BATCH = 14, 64
 
 
+@cache
 def pictures() -> Data:
     drawn = generator(0, "pictures")
     image = torch.from_numpy(drawn.normal(size=(640, 3, 16, 16)).astype("float32"))
@@ -104,11 +103,6 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module")
-def data() -> Data:
-    return pictures()
-
-
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """One entry for each capture that succeeded."""
@@ -124,62 +118,48 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def recipe(data: Data, model: Any, **fields: Any) -> Recipe:
-    given: dict[str, Any] = {
-        "steps": STEPS,
-        "batch_size": 64,
-        "report_every": 5,
-        "optimizer_options": {"lr": 0.002},
-    } | fields
-    metrics = given.pop("metrics", {"accuracy": weft.accuracy})
-    return Recipe(model=model, data=data, metrics=metrics, objectives=(*metrics, "loss"), **given)
-
-
-def run(one: TrialConfig, folder: Path, fit: Fit | None = None, **limits: Any) -> Result:
-    return train(one, fit, device="cuda", directory=folder, report=lambda *_: False, **limits)
+def config(model: Any, params: Any = None, **fields: Any) -> TrialConfig:
+    given = {"data": pictures, "steps": STEPS, "batch_size": BATCH, "report_every": 5, "microbatch_batchnorm": True}
+    return config_of(model, params, **given | {"optimizer_options": {"lr": 0.002}} | fields)
 
 
 def check_same(one: TrialConfig, folder: Path, fit: Fit | None = None) -> None:
-    wanted = run(replace(one, cuda_graphs=False), folder / "plain", fit)
-    found = run(one, folder / "graphs", fit)
-    assert found.losses == wanted.losses
-    assert found.values == wanted.values
-    check_kept(folder / "graphs", folder / "plain")
-
-
-def check_kept(mine: Path, its: Path) -> None:
+    wanted, _ = run(replace(one, cuda_graphs=False), folder / "plain", fit, device="cuda")
+    found, _ = run(one, folder / "graphs", fit, device="cuda")
+    assert (found.losses, found.values) == (wanted.losses, wanted.values)
     for step in (10, STEPS):
-        one, other = (Checkpoints(folder / "checkpoints").load(step).tensors for folder in (mine, its))
-        assert one.keys() == other.keys()
-        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+        mine, its = saved(folder / "graphs", step), saved(folder / "plain", step)
+        assert mine.keys() == its.keys()
+        assert all(torch.equal(tensor, its[name]) for name, tensor in mine.items())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("micro", "fields"),
+    [
+        (BATCH, {"lr_schedule": "cosine"}),
+        (BATCH, {"precision": "bf16"}),
+        (32, {"optimizer": "sgd"}),
+        (23, {"optimizer": "sgd"}),
+    ],
+)
 @pytest.mark.parametrize("model", list(MODELS))
-def test_graphs_give_the_same_bits(model: str, precision: str, data: Data, tmp_path: Path, captures: list[str]) -> None:
-    check_same(trial_config(recipe(data, MODELS[model], precision=precision, lr_schedule="cosine"), {}), tmp_path)
-    assert len(captures) == 1
-
-
-@pytest.mark.parametrize("micro", [32, 23])
-@pytest.mark.parametrize("model", list(MODELS))
-def test_graphs_of_micro_batches_give_the_same_bits(
-    model: str, micro: int, data: Data, tmp_path: Path, captures: list[str]
+def test_graphs_give_the_same_bits(
+    model: str, micro: int, fields: dict[str, Any], tmp_path: Path, captures: list[str]
 ) -> None:
-    one = trial_config(recipe(data, MODELS[model], microbatch_batchnorm=True, optimizer="sgd"), {})
-    check_same(one, tmp_path, Fit("accumulate", micro, -(-64 // micro), 1, 0, None, ""))
-    assert len(captures) == -(-64 // micro)
+    fit = fit_of(micro, batch=BATCH)
+    check_same(config(MODELS[model], **fields), tmp_path, fit)
+    assert len(captures) == fit.microbatches
 
 
 @pytest.mark.parametrize("how", ["reads", "draws", "waits unseen"])
-def test_what_cannot_be_captured_leaves_no_trace(how: str, data: Data, tmp_path: Path, captures: list[str]) -> None:
-    check_same(trial_config(recipe(data, lambda _: Waits(how)), {}), tmp_path / how)
+def test_what_cannot_be_captured_leaves_no_trace(how: str, tmp_path: Path, captures: list[str]) -> None:
+    check_same(config(lambda _: Waits(how)), tmp_path / how)
     assert captures == []
-    check_same(trial_config(recipe(data, mlp), {}), tmp_path / "next")  # in the same process
+    check_same(config(mlp), tmp_path / "next")  # in the same process
     assert len(captures) == 1
 
 
-def test_a_metric_that_keeps_a_tensor_is_not_written_over(data: Data, tmp_path: Path, captures: list[str]) -> None:
+def test_a_metric_that_keeps_a_tensor_is_not_written_over(tmp_path: Path, captures: list[str]) -> None:
     known: list[Tensor] = []
 
     def distance(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
@@ -187,55 +167,51 @@ def test_a_metric_that_keeps_a_tensor_is_not_written_over(data: Data, tmp_path: 
             known.append(torch.linspace(0, 1, 1 << 20, device=outputs.device))
         return known[0].mean() + outputs.sum(), len(outputs)
 
-    one = trial_config(recipe(data, mlp, metrics={"distance": distance}), {})
-    wanted = run(replace(one, cuda_graphs=False), tmp_path / "plain")
+    one = config(mlp, metrics={"distance": distance}, objectives=("distance", "loss"))
+    wanted, _ = run(replace(one, cuda_graphs=False), tmp_path / "plain", device="cuda")
     known.clear()
-    found = run(one, tmp_path / "graphs")
+    found, _ = run(one, tmp_path / "graphs", device="cuda")
     assert (found.losses, found.values) == (wanted.losses, wanted.values)
     assert torch.equal(known[0], torch.linspace(0, 1, 1 << 20, device="cuda"))
     assert len(captures) == 1
 
 
 @pytest.mark.parametrize("model", ["mlp", "normed", "transformer"])
-def test_fused_trials_give_the_same_bits(model: str, data: Data, tmp_path: Path, captures: list[str]) -> None:
-    found: dict[bool, dict[int, Any]] = {True: {}, False: {}}
-    for graphs, ended in found.items():
-        told = recipe(data, MODELS[model], optimizer="adamw", steps=24, cuda_graphs=graphs)
-        configs = [trial_config(told, {"lr": 0.001 * (n + 1), "dropout": 0.1 * n, "seed": n}) for n in range(3)]
-        train_fused(
-            configs,
-            None,
-            device="cuda",
-            directories=[tmp_path / f"{graphs}{trial}" for trial in range(3)],
+def test_fused_trials_give_the_same_bits(model: str, tmp_path: Path, captures: list[str]) -> None:
+    own = [{"lr": 0.001 * (n + 1), "dropout": 0.1 * n, "seed": n} for n in range(3)]
+    wanted, found = (
+        run_fused(
+            [config(MODELS[model], params, steps=24, cuda_graphs=graphs) for params in own],
+            tmp_path / str(graphs),
             report=lambda trial, step, values: (trial, step) == (1, 10),
-            ended=ended.__setitem__,
+            device="cuda",
         )
-    assert found[True][1] == found[False][1] == "pruned"
+        for graphs in (False, True)
+    )
+    assert found[1] == wanted[1] == "pruned"
     for trial in (0, 2):
-        assert found[True][trial].losses == found[False][trial].losses
-        assert found[True][trial].values == found[False][trial].values
+        assert (found[trial].losses, found[trial].values) == (wanted[trial].losses, wanted[trial].values)
     assert len(captures) == 2  # and anew once a trial has left
 
 
 @pytest.mark.parametrize("model", ["transformer", "mlp", "conv"])
 @pytest.mark.parametrize("micro", [512, 128])
-def test_graphs_take_hardly_more_memory(
-    model: str, micro: int, data: Data, tmp_path: Path, captures: list[str]
-) -> None:
+def test_graphs_take_hardly_more_memory(model: str, micro: int, tmp_path: Path, captures: list[str]) -> None:
     built = {"transformer": lambda _: Transformer(512, 6, 0.1), "mlp": lambda _: mlp({"width": 4096})}
-    one = trial_config(recipe(data, built.get(model, MODELS[model]), batch_size=512), {})
-    fit = Fit("accumulate", micro, 512 // micro, 1, 0, None, "")
+    one = config(built.get(model, MODELS[model]), batch_size=512)
+    fit = fit_of(micro, batch=512)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()  # what others in this process keep
-    peaks = [run(replace(one, cuda_graphs=on), tmp_path / str(on), fit).peak or 0 for on in (False, True)]
-    print(f"reserved, {model} of {micro}: {peaks[0] / 2**20:.0f} MiB as it is, {peaks[1] / 2**20:.0f} with graphs")
+    peaks = [
+        run(replace(one, cuda_graphs=on), tmp_path / str(on), fit, device="cuda")[0].peak or 0 for on in (False, True)
+    ]
     assert peaks[1] <= 1.05 * peaks[0] + 64 * 2**20
-    assert len(captures) == min(512 // micro, 2)
+    assert len(captures) == min(fit.microbatches, 2)
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() < before + 256 * 2**20  # a trial gives all of it back
 
 
-def test_memory_that_graphs_lack_is_the_trials_own(data: Data, tmp_path: Path) -> None:
-    one = trial_config(recipe(data, lambda _: Transformer(512, 6, 0.1), batch_size=512), {})
+def test_memory_that_graphs_lack_is_the_trials_own(tmp_path: Path) -> None:
+    one = config(lambda _: Transformer(512, 6, 0.1), batch_size=512)
     with pytest.raises(OutOfMemory):
-        run(one, tmp_path, memory=600 * 2**20)
+        run(one, tmp_path, memory=600 * 2**20, device="cuda")

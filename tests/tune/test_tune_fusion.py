@@ -15,69 +15,40 @@ import torch
 from networks import Between, CachesTable, Idle, Tied, conv, mlp, transformer
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from trials import Killed, config_of, fit_of, run, run_fused, saved
 
-import weft
-from weft.data import Data, digits
 from weft.errors import TuneError
 from weft.runs import Checkpoints
 from weft.tune.fusion.compatibility import fusion_key
-from weft.tune.fusion.trainer import train_fused
 from weft.tune.jobs import Fit
-from weft.tune.recipe import Recipe, TrialConfig, trial_config
+from weft.tune.recipe import TrialConfig
 from weft.tune.training.memory_limit import OutOfMemory
-from weft.tune.training.trainer import Result, train
+from weft.tune.training.trainer import Result
 
 TRIALS = 3
 
 
-@pytest.fixture(scope="module")
-def data() -> Data:
-    return digits()
-
-
-def configs_of(
-    data: Data, model: Any, optimizer: str = "sgd", dropout: bool = True, least: float = 0.0, **fields: Any
-) -> list[TrialConfig]:
-    fields = {"steps": 12, "batch_size": 16, "report_every": 4, "lr_schedule": "cosine", "warmup_steps": 2} | fields
-    metrics = {"accuracy": weft.accuracy}
-    objectives = ("accuracy", "loss")
-    recipe = Recipe(model=model, data=data, metrics=metrics, objectives=objectives, optimizer=optimizer, **fields)
+def configs_of(model: Any, optimizer: str = "sgd", least: float = 0.0, **fields: Any) -> list[TrialConfig]:
+    """Trials of one shape with options, dropout and a seed of their own; ``least`` is the smallest momentum."""
+    fields = {"lr_schedule": "cosine", "warmup_steps": 2, "optimizer_options": {}} | fields
     rate = 0.02 if optimizer == "sgd" else 0.002
     own = [
-        {"lr": rate * (trial + 1), "weight_decay": 0.01 * trial, "seed": trial}
+        {"lr": rate * (trial + 1), "weight_decay": 0.01 * trial, "seed": trial, "dropout": 0.2 * trial}
         | ({"momentum": least + 0.4 * trial} if optimizer == "sgd" else {})
-        | ({"dropout": 0.2 * trial} if dropout else {})
         for trial in range(TRIALS)
     ]
-    return [trial_config(recipe, params) for params in own]
+    return [config_of(model, params, optimizer=optimizer, **fields) for params in own]
 
 
 def run_alone(configs: list[TrialConfig], folder: Path, fit: Fit | None = None) -> list[Result]:
-    return [
-        train(one, fit, device="cpu", directory=folder / f"alone{trial}", report=lambda *_: False)
-        for trial, one in enumerate(configs)
-    ]
-
-
-def run_fused(configs: list[TrialConfig], folder: Path, fit: Fit | None = None, report: Any = None) -> dict[int, Any]:
-    results: dict[int, Any] = {}
-    train_fused(
-        configs,
-        fit,
-        device="cpu",
-        directories=[folder / f"fused{trial}" for trial in range(len(configs))],
-        report=report or (lambda *_: False),
-        ended=results.__setitem__,
-    )
-    return results
+    return [run(one, folder / "alone" / str(trial), fit)[0] for trial, one in enumerate(configs)]
 
 
 def check_checkpoints(folder: Path, trials: list[int], step: int | None = None, tolerance: float = 1e-5) -> None:
     """Every tensor of every checkpoint, each relative to its size."""
     for trial in trials:
-        whole = Checkpoints(folder / f"alone{trial}" / "checkpoints").load(step).tensors
+        whole, fused = saved(folder / "alone" / str(trial), step), saved(folder / str(trial), step)
         alone = {name: tensor for name, tensor in whole.items() if not name.startswith("attributes.")}  # a cache
-        fused = Checkpoints(folder / f"fused{trial}" / "checkpoints").load(step).tensors
         assert alone.keys() == fused.keys()
         for name, tensor in alone.items():
             atol = tolerance * float(tensor.abs().max())
@@ -87,58 +58,51 @@ def check_checkpoints(folder: Path, trials: list[int], step: int | None = None, 
 def check_equal(configs: list[TrialConfig], folder: Path, fit: Fit | None = None) -> None:
     """Weights at the end, the optimizer's state at step 8, losses and values."""
     alone, fused = run_alone(configs, folder, fit), run_fused(configs, folder, fit)
-    check_checkpoints(folder, list(range(len(configs))))
-    if configs[0].steps > 8:
-        check_checkpoints(folder, list(range(len(configs))), step=8)
+    for step in (None, 8):
+        check_checkpoints(folder, list(range(len(configs))), step)
     for trial, result in enumerate(alone):
         assert fused[trial].losses == pytest.approx(result.losses, rel=1e-5)
         assert fused[trial].values == pytest.approx(result.values, rel=1e-5)
     assert len({round(result.losses[-1], 4) for result in alone}) == len(configs)  # they do differ
 
 
-@pytest.mark.parametrize("model", [mlp, conv, transformer, lambda _: Tied()])
-def test_fused_trials_end_as_the_same_trials_alone(model: Any, data: Data, tmp_path: Path) -> None:
-    check_equal(configs_of(data, model, dropout=model in (mlp, conv, transformer)), tmp_path)
-
-
 ADAM = {"betas": (0.8, 0.9), "eps": 1e-4}
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [("adam", ADAM), ("adamw", ADAM), ("sgd", {"nesterov": True}), ("sgd", {"dampening": 0.3})],
+    ("model", "optimizer", "options", "fit"),
+    [
+        (mlp, "sgd", {}, None),
+        (conv, "sgd", {}, None),
+        (transformer, "sgd", {}, None),
+        (lambda _: Tied(), "sgd", {}, None),
+        (mlp, "adam", ADAM, None),
+        (mlp, "adamw", ADAM, None),
+        (mlp, "sgd", {"nesterov": True}, None),
+        (mlp, "sgd", {"dampening": 0.3}, None),
+        (mlp, "sgd", {}, fit_of(6)),  # of 16: 6, 6 and 4
+    ],
 )
-def test_optimizers_of_fused_trials_compute_as_torch_does(
-    optimizer: str, options: dict[str, Any], data: Data, tmp_path: Path
+def test_fused_trials_end_as_the_same_trials_alone(
+    model: Any, optimizer: str, options: dict[str, Any], fit: Fit | None, tmp_path: Path
 ) -> None:
     least = 0.1 if options.get("nesterov") else 0.0
-    check_equal(configs_of(data, mlp, optimizer, least=least, optimizer_options=options), tmp_path)
+    check_equal(configs_of(model, optimizer, least, optimizer_options=options), tmp_path, fit)
 
 
-def test_trials_of_one_seed_share_their_batches_and_still_end_as_alone(data: Data, tmp_path: Path) -> None:
-    recipe = Recipe(model=mlp, data=data, steps=6, batch_size=16, optimizer="sgd")
-    check_equal([trial_config(recipe, {"lr": lr, "dropout": 0.2}) for lr in (0.1, 0.01)], tmp_path)
+def test_trials_of_one_seed_share_their_batches_and_still_end_as_alone(tmp_path: Path) -> None:
+    check_equal([config_of(mlp, {"lr": lr, "dropout": 0.2}, optimizer="sgd") for lr in (0.1, 0.01)], tmp_path)
 
 
-def test_a_batch_may_be_cut_into_micro_batches(data: Data, tmp_path: Path) -> None:
-    check_equal(configs_of(data, mlp), tmp_path, Fit("accumulate", 6, 3, 1, 0, None, ""))  # of 16: 6, 6 and 4
-
-
-@pytest.mark.parametrize("strategy", ["recompute", "offload"])
-def test_trials_that_save_memory_another_way_are_refused(strategy: Any, data: Data, tmp_path: Path) -> None:
-    with pytest.raises(TuneError, match=f"'{strategy}' alone are not fused"):
-        run_fused(configs_of(data, mlp), tmp_path, Fit(strategy, 16, 1, 1, 0, None, ""))
-
-
-def test_bf16_is_within_its_own_tolerance(data: Data, tmp_path: Path) -> None:
-    configs = configs_of(data, mlp, precision="bf16", steps=6)
+def test_bf16_is_within_its_own_tolerance(tmp_path: Path) -> None:
+    configs = configs_of(mlp, precision="bf16", steps=6)
     run_alone(configs, tmp_path)
     run_fused(configs, tmp_path)
     check_checkpoints(tmp_path, [0, 1, 2], tolerance=2e-2)
 
 
-def test_a_pruned_trial_leaves_and_the_others_end_as_alone(data: Data, tmp_path: Path) -> None:
-    configs, seen = configs_of(data, conv), []
+def test_a_pruned_trial_leaves_and_the_others_end_as_alone(tmp_path: Path) -> None:
+    configs, seen = configs_of(conv), []
 
     def report(trial: int, step: int, values: tuple[float, ...]) -> bool:
         seen.append((trial, step))
@@ -152,22 +116,18 @@ def test_a_pruned_trial_leaves_and_the_others_end_as_alone(data: Data, tmp_path:
     check_checkpoints(tmp_path, [1])
 
 
-class Stop(Exception):
-    pass
-
-
-def stop_at_12(trial: int, step: int, values: tuple[float, ...]) -> bool:
+def kill_at_12(trial: int, step: int, values: tuple[float, ...]) -> bool:
     if step == 12:
-        raise Stop
+        raise Killed
     return False
 
 
-def test_a_fused_training_goes_on_from_the_newest_step_that_all_trials_have(data: Data, tmp_path: Path) -> None:
-    configs = configs_of(data, mlp)
+def test_a_fused_training_goes_on_from_the_newest_step_that_all_trials_have(tmp_path: Path) -> None:
+    configs = configs_of(mlp)
     run_alone(configs, tmp_path)
-    with pytest.raises(Stop):
-        run_fused(configs, tmp_path, report=stop_at_12)
-    Checkpoints(tmp_path / "fused1" / "checkpoints").drop_after(4)  # as if killed between two trials' checkpoints
+    with pytest.raises(Killed):
+        run_fused(configs, tmp_path, report=kill_at_12)
+    Checkpoints(tmp_path / "1" / "checkpoints").drop_after(4)  # as if killed between two trials' checkpoints
     steps: list[int] = []
     first = run_fused(configs, tmp_path, report=lambda trial, step, values: bool(steps.append(step)))
     assert sorted(set(steps)) == [8, 12]
@@ -176,17 +136,30 @@ def test_a_fused_training_goes_on_from_the_newest_step_that_all_trials_have(data
     assert {trial: r.values for trial, r in first.items()} == {trial: r.values for trial, r in again.items()}
 
 
-def test_fused_trials_that_want_too_much_memory_say_so(data: Data, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["recompute", "offload"])
+def test_trials_that_save_memory_another_way_are_refused(strategy: str, tmp_path: Path) -> None:
+    with pytest.raises(TuneError, match=f"'{strategy}' alone are not fused"):
+        run_fused(configs_of(mlp), tmp_path, fit_of(strategy=strategy))
+
+
+def test_fused_trials_that_want_too_much_memory_say_so(tmp_path: Path) -> None:
     with pytest.raises(OutOfMemory):
-        train_fused(
-            configs_of(data, mlp),
-            None,
-            device="cpu",
-            memory=20_000,
-            directories=[tmp_path / str(trial) for trial in range(TRIALS)],
-            report=lambda *_: False,
-            ended=lambda *_: None,
-        )
+        run_fused(configs_of(mlp), tmp_path, memory=20_000)
+
+
+def test_only_continuous_choices_leave_the_key_as_it_is() -> None:
+    base = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.0, "dropout": 0.1, "seed": 0}
+    key = fusion_key(config_of(mlp, base, optimizer="sgd"))
+    assert key is not None
+    for name, value in (("lr", 0.2), ("weight_decay", 0.1), ("momentum", 0.9), ("dropout", 0.2), ("seed", 5)):
+        assert fusion_key(config_of(mlp, {**base, name: value}, optimizer="sgd")) == key, name
+    del base["momentum"]
+    for name, other in (("width", 24), ("batch_size", 8), ("steps", 7), ("precision", "bf16"), ("optimizer", "adam")):
+        assert fusion_key(config_of(mlp, {**base, name: other}, optimizer="sgd")) != key, name
+    assert fusion_key(config_of(mlp, {"lr": 0.1}, optimizer="rmsprop")) is None  # has no form for fused trials
+
+
+# Models that cannot be fused.
 
 
 class NoKernel(Idle):
@@ -198,26 +171,6 @@ class NoKernel(Idle):
         return super().forward(image)
 
 
-def test_trials_that_cannot_run_together_after_all_run_one_by_one(data: Data, tmp_path: Path) -> None:
-    configs = configs_of(data, lambda params: NoKernel(), dropout=False)
-    alone = run_alone(configs, tmp_path)
-    fused = run_fused(configs, tmp_path, report=lambda trial, step, values: (trial, step) == (1, 8))
-    assert fused[1] == "pruned"
-    assert [fused[trial].losses for trial in (0, 2)] == [alone[trial].losses for trial in (0, 2)]
-
-
-def test_only_continuous_choices_leave_the_key_as_it_is(data: Data) -> None:
-    recipe = Recipe(model=mlp, data=data, optimizer="sgd")
-    base = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.0, "dropout": 0.1, "seed": 0}
-    key = fusion_key(trial_config(recipe, base))
-    assert key is not None
-    for name, value in (("lr", 0.2), ("weight_decay", 0.1), ("momentum", 0.9), ("dropout", 0.2), ("seed", 5)):
-        assert fusion_key(trial_config(recipe, {**base, name: value})) == key, name
-    for name, other in (("width", 24), ("batch_size", 8), ("steps", 7), ("precision", "bf16"), ("optimizer", "adam")):
-        params = {k: v for k, v in {**base, name: other}.items() if not (name == "optimizer" and k == "momentum")}
-        assert fusion_key(trial_config(recipe, params)) != key, name
-
-
 class Chooses(Between):
     """What it does depends on the data."""
 
@@ -225,13 +178,12 @@ class Chooses(Between):
         return x if x.mean() > 0 else -x
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 10)
+class Recurrent(Between):
+    def prepare(self, params: Mapping[str, Any]) -> None:
+        self.cells = nn.LSTM(16, 16, batch_first=True)
 
-    def forward(self, image: Tensor) -> Tensor:
-        out: Tensor = self.head(self.body(image.flatten(1, 2))[0][:, -1])
+    def between(self, x: Tensor) -> Tensor:
+        out: Tensor = self.cells(x[:, None])[0][:, -1]
         return out
 
 
@@ -240,11 +192,45 @@ class DrawsOnHost(Between):
         return x * float(np.random.rand())  # noqa: NPY002
 
 
-class BuildsByChance(Between):
+class Scales(Between):
+    scale: float
+
+    def between(self, x: Tensor) -> Tensor:
+        return x.relu() * self.scale
+
+
+class BuildsByChance(Scales):
     """By a number that is drawn as the seed says."""
 
     def prepare(self, params: Mapping[str, Any]) -> None:
         self.scale = float(np.random.rand())  # noqa: NPY002
+
+
+class ScalesByDropout(Scales):
+    def prepare(self, params: Mapping[str, Any]) -> None:
+        self.scale = 1 - params["dropout"]
+
+
+class ScalesByRate(Scales):
+    def prepare(self, params: Mapping[str, Any]) -> None:
+        self.scale = 1 + 10 * params["lr"]
+
+
+class CopiesParams(Between):
+    """By the learning rate, in a copy of all values."""
+
+    def prepare(self, params: Mapping[str, Any]) -> None:
+        self.params = {"all": [dict(params)]}
+
+    def between(self, x: Tensor) -> Tensor:
+        return x.relu() * (1 + 10 * self.params["all"][0]["lr"])
+
+
+class KeepsParams(Between):
+    """By the learning rate, which a function reads later."""
+
+    def prepare(self, params: Mapping[str, Any]) -> None:
+        self.between = lambda x: x.relu() * (1 + 10 * params["lr"])  # type: ignore[method-assign]
 
 
 class ReplacesBuffer(Between):
@@ -257,36 +243,6 @@ class ReplacesBuffer(Between):
         if self.training:
             self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
         return (x - self.mean).relu()
-
-
-class ScalesByDropout(Between):
-    def prepare(self, params: Mapping[str, Any]) -> None:
-        self.scale = 1 - params["dropout"]
-
-    def between(self, x: Tensor) -> Tensor:
-        return x.relu() * self.scale
-
-
-class ScalesByRate(ScalesByDropout):
-    def prepare(self, params: Mapping[str, Any]) -> None:
-        self.scale = 1 + 10 * params["lr"]
-
-
-class CopiesParams(ScalesByDropout):
-    """By the learning rate, in a copy of all values."""
-
-    def prepare(self, params: Mapping[str, Any]) -> None:
-        self.params = {"all": [dict(params)]}
-
-    def between(self, x: Tensor) -> Tensor:
-        return x.relu() * (1 + 10 * self.params["all"][0]["lr"])
-
-
-class KeepsParams(ScalesByDropout):
-    """By the learning rate, which a function reads later."""
-
-    def prepare(self, params: Mapping[str, Any]) -> None:
-        self.between = lambda x: x.relu() * (1 + 10 * params["lr"])  # type: ignore[method-assign]
 
 
 class PlainTensor(Between):
@@ -335,7 +291,7 @@ class ExtraState(Between):
     ("model", "reason"),
     [
         (Chooses, "DataDependent"),
-        (lambda params: Recurrent(), "lstm"),
+        (Recurrent, "lstm"),
         (lambda params: Idle(), "'spare.weight' gets no gradient"),
         (DrawsOnHost, "'a generator of the host'"),
         (BuildsByChance, "generator"),
@@ -351,27 +307,30 @@ class ExtraState(Between):
     ],
 )
 def test_trials_whose_models_differ_in_more_than_weights_are_not_fused(
-    model: Any, reason: str, data: Data, caplog: pytest.LogCaptureFixture
+    model: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", "weft.tune"):
-        keys = [fusion_key(one) for one in configs_of(data, model)]
-    assert len({key for key in keys if key is not None}) == len([key for key in keys if key is not None])
+        keys = [key for one in configs_of(model) if (key := fusion_key(one)) is not None]
+    assert len(set(keys)) == len(keys)
     assert reason in caplog.text
     assert "not fused" in caplog.text
 
 
-def test_optimizers_without_a_form_for_fused_trials_are_not_fused(data: Data) -> None:
-    assert fusion_key(trial_config(Recipe(model=mlp, data=data, optimizer="rmsprop"), {"lr": 0.1})) is None
-
-
-@pytest.mark.parametrize("model", [ReplacesBuffer, ScalesByRate, PlainTensor, Counts, ExtraState])
+@pytest.mark.parametrize(
+    "model", [lambda params: NoKernel(), ReplacesBuffer, ScalesByRate, PlainTensor, Counts, ExtraState]
+)
 def test_such_trials_train_one_by_one_where_they_are_fused_all_the_same(
-    model: Any, data: Data, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    configs = configs_of(data, model)
-    alone, fused = run_alone(configs, tmp_path), run_fused(configs, tmp_path)
-    assert [fused[trial].losses for trial in range(TRIALS)] == [result.losses for result in alone]
+    configs = configs_of(model)
+    alone = run_alone(configs, tmp_path)
+    fused = run_fused(configs, tmp_path, report=lambda trial, step, values: (trial, step) == (1, 8))
+    assert fused[1] == "pruned"
+    assert [fused[trial].losses for trial in (0, 2)] == [alone[trial].losses for trial in (0, 2)]
     assert "train one after another" in caplog.text
+
+
+# Models that can.
 
 
 class WeightNorm(Between):
@@ -409,8 +368,8 @@ class LeavesOut(Between):
 
 @pytest.mark.parametrize("model", [CachesTable, Hooked, WeightNorm, LeavesOut])
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_models_that_differ_in_weights_and_dropout_alone_are_fused(model: Any, data: Data, tmp_path: Path) -> None:
-    configs = configs_of(data, model)
+def test_models_that_differ_in_weights_and_dropout_alone_are_fused(model: Any, tmp_path: Path) -> None:
+    configs = configs_of(model)
     whole = replace(configs[0], params={**configs[0].params, "dropout": 0})  # no dropout may be a whole number
     keys = {fusion_key(one) for one in (*configs, whole)}
     assert len(keys) == 1
@@ -418,10 +377,11 @@ def test_models_that_differ_in_weights_and_dropout_alone_are_fused(model: Any, d
     check_equal(configs, tmp_path)
 
 
-class Hides(ReplacesBuffer):
+class Hides(Between):
     """A buffer that no state_dict has and that is written into, and one that stays as it is."""
 
     def prepare(self, params: Mapping[str, Any]) -> None:
+        self.mean: Tensor
         self.register_buffer("mean", torch.zeros(16), persistent=False)
         self.register_buffer("table", torch.ones(64, 64), persistent=False)
 
@@ -433,45 +393,38 @@ class Hides(ReplacesBuffer):
 
 @pytest.mark.parametrize("goes_on", ["fused", "alone"])
 def test_a_stopped_trial_goes_on_fused_or_alone_with_the_buffers_that_no_state_dict_has(
-    goes_on: str, data: Data, tmp_path: Path
+    goes_on: str, tmp_path: Path
 ) -> None:
-    configs = configs_of(data, Hides, "adamw")
+    configs = configs_of(Hides, "adamw")
     alone = run_alone(configs, tmp_path)
 
     def report(trial: int, step: int, values: tuple[float, ...]) -> bool:
-        stop_at_12(trial, step, values)
+        kill_at_12(trial, step, values)
         return (trial, step) == (0, 4)  # what the others hold is moved together
 
-    with pytest.raises(Stop):
+    with pytest.raises(Killed):
         run_fused(configs, tmp_path, report=report)
-    names = sorted(Checkpoints(tmp_path / "fused1" / "checkpoints").load(8).tensors)
-    assert [name for name in names if name.startswith("buffers.")] == ["buffers.mean"]
+    assert [name for name in saved(tmp_path / "1", 8) if name.startswith("buffers.")] == ["buffers.mean"]
     check_checkpoints(tmp_path, [1, 2], step=8)
-    if goes_on == "fused":
-        found = run_fused(configs, tmp_path)[2]
-    else:
-        found = train(configs[2], None, device="cpu", directory=tmp_path / "fused2", report=lambda *_: False)
+    found = run_fused(configs, tmp_path)[2] if goes_on == "fused" else run(configs[2], tmp_path / "2")[0]
     assert found.losses == pytest.approx(alone[2].losses, rel=1e-5)
 
 
-def test_fused_trials_leave_no_fake_tensor_in_what_a_model_caches(data: Data, tmp_path: Path) -> None:
+def test_fused_trials_leave_no_fake_tensor_in_what_a_model_caches(tmp_path: Path) -> None:
     objectives.causal.cache_clear()
-    configs = [
-        replace(one, params={**one.params, "width": 16})
-        for one in configs_of(data, objectives.remembers, dropout=False)
-    ]
+    configs = [replace(one, params={**one.params, "width": 16}) for one in configs_of(objectives.remembers)]
     assert fusion_key(configs[0]) is not None
     check_equal(configs, tmp_path)
     assert type(objectives.causal(8)) is Tensor
 
 
-@pytest.mark.parametrize(("run", "strict"), [(run_alone, True), (run_fused, False)])
-def test_a_fake_tensor_that_a_trace_left_is_reported(run: Any, strict: bool, data: Data, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("train", "strict"), [(run_alone, True), (run_fused, False)])
+def test_a_fake_tensor_that_a_trace_left_is_reported(train: Any, strict: bool, tmp_path: Path) -> None:
     objectives.causal.cache_clear()
     with FakeTensorMode(allow_non_fake_inputs=not strict):
         objectives.causal(8)
     try:
         with pytest.raises(TuneError, match="FakeTensor"):
-            run(configs_of(data, lambda params: objectives.Remembers(16), dropout=False), tmp_path)
+            train(configs_of(lambda params: objectives.Remembers(16)), tmp_path)
     finally:
         objectives.causal.cache_clear()

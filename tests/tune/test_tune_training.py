@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import datetime
 import json
 import math
@@ -14,114 +13,79 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from networks import Between, conv, mlp
 from torch import nn
 from torch.nn import functional as F
+from trials import Killed, config_of, few, fit_of, run, saved
 
 import weft
 from weft.data import Data, Tensors
 from weft.engine.losses import cross_entropy
 from weft.errors import CheckpointError, TuneError
-from weft.nn.checkpointing import recompute, recomputed_parts
+from weft.nn.checkpointing import recomputed_parts
 from weft.nn.state import SAVED, from_plain, to_plain
 from weft.runs import Checkpoints
 from weft.runs.shards import DTYPES
-from weft.tune.jobs import Fit
-from weft.tune.recipe import SMALL, Recipe, resident, trial_config
+from weft.tune.recipe import SMALL, resident
 from weft.tune.training.checkpoint import TrialCheckpoint, load_latest, save
-from weft.tune.training.trainer import Pruned, train
-from weft.utils.rng import generator, get_rng_state, seed
+from weft.tune.training.trainer import Pruned
+from weft.utils.rng import get_rng_state, seed
+
+RECOMPUTE, OFFLOAD = fit_of(strategy="recompute"), fit_of(strategy="offload")
 
 
-def mlp(params):
-    width = params.get("width", 12)
-    rows = [nn.Linear(6, width), nn.GELU(), nn.Dropout(params.get("drop", 0.0)), nn.Linear(width, 3)]
-    return nn.Sequential(*rows)
+class Skipping(Between):
+    """Leaves one of its layers out of every other forward, as stochastic depth does."""
+
+    def prepare(self, params):
+        self.sometimes, self.count = nn.Linear(16, 16), 0
+
+    def between(self, x):
+        self.count += 1
+        return self.sometimes(x) if self.count % 2 == 0 else x
 
 
-def normed(params):
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
-
-
-def blobs(count=96):
-    drawn = generator(0, "blobs")
-    label = drawn.integers(0, 3, count)
-    x = drawn.normal(size=(count, 6)) + label[:, None]
-    whole = {"x": torch.tensor(x, dtype=torch.float32), "label": torch.tensor(label)}
-    cut = 2 * count // 3
-    train, held = ({name: t[rows] for name, t in whole.items()} for rows in (slice(cut), slice(cut, None)))
-    return Data("blobs", Tensors(**train), Tensors(**held))
-
-
-RECIPE = Recipe(
-    model=mlp,
-    data=blobs,
-    metrics={"accuracy": weft.accuracy},
-    objectives=("accuracy", "loss"),
-    steps=12,
-    batch_size=16,
-    optimizer_options={"lr": 0.01},
-    report_every=4,
-)
-
-
-def way(name, micro, batch=16):
-    return Fit(name, micro, -(-batch // micro), 1, 0, None, "a test says so")
-
-
-def run(recipe, params, folder, fit=None, memory=None, prune_at=None):
-    told = []
-
-    def report(step, values):
-        told.append((step, values))
-        return step == prune_at
-
-    result = train(trial_config(recipe, params), fit, device="cpu", memory=memory, directory=folder, report=report)
-    return result, told
-
-
-def plain_loop(recipe, params):
-    """The same training as torch's own tutorials write it; no dropout, no micro-batches."""
-    own = trial_config(recipe, params)
+def plain_loop(own):
+    """The same training as torch's own tutorials write it; no micro-batches."""
     model, data = own.build(), own.data()
     optimizer = own.optimizer.cls(model.parameters(), **own.optimizer.options)
     base = optimizer.param_groups[0]["lr"]
     loader, losses = weft.Loader(data.train, own.batch_size, own.seed), []
     for step in range(own.steps):
         batch = loader.batch(step)
-        loss = F.cross_entropy(model(batch["x"]), batch["label"])
+        loss = F.cross_entropy(model(batch["image"]), batch["label"])
         optimizer.zero_grad()
         loss.backward()
         optimizer.param_groups[0]["lr"] = base * own.lr_schedule(step, own.steps)
         optimizer.step()
         losses.append(loss.item())
+    model.eval()
     with torch.no_grad():
-        batch = next(iter(weft.Loader(data.validation, len(data.validation), 0, shuffle=False).all()))
-        out = model(batch["x"])
+        batch = data.validation.take(np.arange(len(data.validation)))
+        out = model(batch["image"])
         return losses, (out.argmax(1) == batch["label"]).double().mean().item(), F.cross_entropy(out, batch["label"])
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "rmsprop"])
-def test_a_trial_trains_as_a_plain_loop_does(optimizer, tmp_path):
-    recipe = replace(RECIPE, optimizer=optimizer, lr_schedule="cosine", warmup_steps=3)
-    result, told = run(recipe, {}, tmp_path)
-    losses, accuracy, loss = plain_loop(recipe, {})
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [(mlp, "adamw"), (mlp, "sgd"), (mlp, "rmsprop"), (Skipping, "adamw"), (Skipping, "sgd")],
+)
+def test_a_trial_trains_as_a_plain_loop_does(model, optimizer, tmp_path):
+    params = {"dropout": 0.0, **({"momentum": 0.9} if optimizer == "sgd" else {})}
+    every = 4 if model is mlp else None  # evaluations are forwards, too
+    config = config_of(model, params, optimizer=optimizer, lr_schedule="cosine", warmup_steps=3, report_every=every)
+    result, told = run(config, tmp_path)
+    losses, accuracy, loss = plain_loop(config)
     torch.testing.assert_close(torch.tensor(result.losses), torch.tensor(losses), rtol=1e-5, atol=1e-6)
-    assert result.values[0] == pytest.approx(accuracy)
-    assert result.values[1] == pytest.approx(loss.item(), rel=1e-5)
-    assert [step for step, _ in told] == [4, 8, 12]
-    assert told[-1][1] == result.values
     assert result.losses[-1] < result.losses[0]
+    assert told[-1] == (12, result.values)
+    if model is mlp:
+        assert result.values == pytest.approx((accuracy, loss.item()), rel=1e-5)
+        assert [step for step, _ in told] == [4, 8, 12]
 
 
-@pytest.mark.parametrize("micro", [1, 5, 8, 15])
-def test_accumulated_gradients_are_those_of_the_whole_batch(micro, tmp_path):
-    whole, _ = run(RECIPE, {}, tmp_path / "whole")
-    cut, _ = run(RECIPE, {}, tmp_path / "cut", way("accumulate", micro))
-    torch.testing.assert_close(torch.tensor(cut.losses), torch.tensor(whole.losses), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(torch.tensor(cut.values), torch.tensor(whole.values), rtol=1e-4, atol=1e-5)
-
-
-def test_a_last_smaller_micro_batch_counts_by_its_size(tmp_path):
+@pytest.mark.parametrize(("micro", "sizes"), [(1, [1] * 16), (7, [7, 7, 2]), (15, [15, 1])])
+def test_accumulated_gradients_are_those_of_the_whole_batch(micro, sizes, tmp_path):
     seen = []
 
     def loss(outputs, batch):
@@ -129,34 +93,25 @@ def test_a_last_smaller_micro_batch_counts_by_its_size(tmp_path):
             seen.append(len(batch["label"]))
         return cross_entropy(outputs, batch)
 
-    run(replace(RECIPE, steps=1, loss=loss, report_every=None), {}, tmp_path, way("accumulate", 7))
-    assert seen == [7, 7, 2]
+    config = config_of(mlp, {"dropout": 0.0})
+    whole, _ = run(config, tmp_path / "whole")
+    cut, _ = run(replace(config, loss=loss), tmp_path / "cut", fit_of(micro))
+    assert seen == sizes * config.steps
+    torch.testing.assert_close(torch.tensor(cut.losses), torch.tensor(whole.losses), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(cut.values), torch.tensor(whole.values), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("fit", [way("recompute", 16), way("offload", 16)])
-@pytest.mark.parametrize("model", [mlp, normed])
+@pytest.mark.parametrize("fit", [RECOMPUTE, OFFLOAD])
+@pytest.mark.parametrize("model", [mlp, conv])
 def test_saving_memory_changes_no_bit(fit, model, tmp_path):
-    recipe = replace(RECIPE, model=model)
-    alone, told = run(recipe, {"drop": 0.3}, tmp_path / "alone")
-    saved, same = run(recipe, {"drop": 0.3}, tmp_path / "saved", fit)
-    limited, also = run(recipe, {"drop": 0.3}, tmp_path / "limited", fit, memory=10**8)
-    assert saved.losses == alone.losses == limited.losses
-    assert told == same == also
+    config = config_of(model)
+    alone, told = run(config, tmp_path / "alone")
+    limited, same = run(config, tmp_path / "limited", fit, memory=10**8)
+    assert limited.losses == alone.losses == run(config, tmp_path / "saved", fit)[0].losses
+    assert told == same
     assert 0 < limited.peak < 10**8
-
-
-def test_recomputing_counts_the_statistics_of_a_norm_once():
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), torch.randn(8, 4)
-    other = copy.deepcopy(model)
-    recompute(model)
-    for _ in range(3):
-        model(x).sum().backward()
-        other(x).sum().backward()
-    for mine, its in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
-        assert torch.equal(mine, its)
-    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine.grad, its.grad)
+    kept = saved(tmp_path / "limited")  # with statistics of norms, which count each forward once
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in saved(tmp_path / "alone").items())
 
 
 def test_the_row_that_is_recomputed_has_most_layers_and_the_smallest_members():
@@ -168,34 +123,19 @@ def test_the_row_that_is_recomputed_has_most_layers_and_the_smallest_members():
     assert recomputed_parts(two) == [two]
 
 
-def test_an_operator_without_a_deterministic_kernel_is_named(tmp_path):
-    def loss(outputs, batch):
-        torch.empty(3).put_(torch.tensor([0]), torch.ones(1), accumulate=False)
-        return cross_entropy(outputs, batch)
-
-    with pytest.raises(TuneError, match=r"'put_' has no deterministic kernel on cpu.*replace it in the model"):
-        run(replace(RECIPE, loss=loss), {}, tmp_path)
-
-
-class Killed(Exception):
-    """Stands for the end of a process, between two steps."""
-
-
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.integers(1, 11),
     st.sampled_from(["adamw", "sgd"]),
     st.sampled_from([None, 5]),
-    st.sampled_from([None, way("accumulate", 5), way("recompute", 16)]),
+    st.sampled_from([None, fit_of(5), RECOMPUTE]),
 )
 def test_a_trial_that_is_killed_goes_on_from_its_checkpoint_to_the_same_bits(
     tmp_path_factory, when, optimizer, every, fit
 ):
-    recipe = replace(
-        RECIPE, optimizer=optimizer, optimizer_options={"lr": 0.05}, checkpoint_every=every, lr_schedule="linear"
-    )
-    params = {"drop": 0.3, **({"momentum": 0.9} if optimizer == "sgd" else {})}
-    alone, told = run(recipe, params, tmp_path_factory.mktemp("alone"), fit)
+    params = {"dropout": 0.3, **({"momentum": 0.9} if optimizer == "sgd" else {})}
+    config = config_of(mlp, params, optimizer=optimizer, checkpoint_every=every, lr_schedule="linear")
+    alone, told = run(config, tmp_path_factory.mktemp("alone"), fit)
     folder, calls = tmp_path_factory.mktemp("killed"), []
 
     def loss(outputs, batch):
@@ -206,144 +146,93 @@ def test_a_trial_that_is_killed_goes_on_from_its_checkpoint_to_the_same_bits(
         return cross_entropy(outputs, batch)
 
     with pytest.raises(Killed):
-        run(replace(recipe, loss=loss), params, folder, fit)
-    resumed, again = run(recipe, params, folder, fit)
-    assert resumed.losses == alone.losses
-    assert resumed.values == alone.values
-    assert [one for one in told if one not in again] == told[: len(told) - len(again)]
+        run(replace(config, loss=loss), folder, fit)
+    resumed, again = run(config, folder, fit)
+    assert (resumed.losses, resumed.values) == (alone.losses, alone.values)
     first = when // (every or 4) * (every or 4)
-    assert [step for step, _ in again] == [step for step in (4, 8, 12) if step > first]
+    assert again == [one for one in told if one[0] > first]
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path):
-    alone, _ = run(RECIPE, {}, tmp_path / "alone")
+    config = config_of(mlp, checkpoint_every=2)
+    alone, _ = run(config, tmp_path / "alone")
     with pytest.raises(Pruned):
-        run(replace(RECIPE, checkpoint_every=2), {}, tmp_path / "hurt", prune_at=8)
+        run(config, tmp_path / "hurt", prune_at=8)
     newest = max((tmp_path / "hurt" / "checkpoints").rglob("*.safetensors"))
     newest.write_bytes(newest.read_bytes()[:-9])
-    resumed, told = run(replace(RECIPE, checkpoint_every=2), {}, tmp_path / "hurt")
+    resumed, told = run(config, tmp_path / "hurt")
     assert resumed.losses == alone.losses
     assert [step for step, _ in told] == [8, 12]
 
 
 def test_a_finished_trial_is_not_trained_again_and_its_checkpoint_is_not_anothers(tmp_path):
-    alone, told = run(RECIPE, {}, tmp_path)
-
     def never(outputs, batch):
         raise AssertionError("trained again")
 
-    again, also = run(replace(RECIPE, loss=never), {}, tmp_path)
+    alone, told = run(config_of(mlp), tmp_path)
+    again, also = run(config_of(mlp, loss=never), tmp_path)
     assert (again.values, again.losses) == (alone.values, alone.losses)
     assert also == told[-1:]
     with pytest.raises(AssertionError, match="trained again"):
-        run(replace(RECIPE, loss=never), {"lr": 0.1}, tmp_path)
+        run(config_of(mlp, {"lr": 0.1}, loss=never), tmp_path)
 
 
 def test_a_pruned_trial_ends_at_once_with_its_result_so_far(tmp_path):
-    alone, told = run(RECIPE, {}, tmp_path / "alone")
+    alone, told = run(config_of(mlp), tmp_path / "alone")
     with pytest.raises(Pruned) as caught:
-        run(RECIPE, {}, tmp_path / "pruned", prune_at=8)
+        run(config_of(mlp), tmp_path / "pruned", prune_at=8)
     assert caught.value.result.values == told[1][1]
     assert caught.value.result.losses == alone.losses[:8]
-    done, _ = run(RECIPE, {}, tmp_path / "late", prune_at=12)  # the answer to the last report comes too late
+    done, _ = run(config_of(mlp), tmp_path / "late", prune_at=12)  # the answer to the last report comes too late
     assert done.values == alone.values
 
 
-def test_nothing_drawn_elsewhere_changes_a_trial(tmp_path):
-    first, _ = run(RECIPE, {"drop": 0.5}, tmp_path / "a")
-    state = torch.default_generator.get_state()
-    torch.manual_seed(99)
-    before = torch.default_generator.get_state()
-    second, _ = run(RECIPE, {"drop": 0.5}, tmp_path / "b")
-    assert torch.equal(before, torch.default_generator.get_state())
-    torch.default_generator.set_state(state)
-    assert first.losses == second.losses
-    other, _ = run(RECIPE, {"drop": 0.5, "seed": 1}, tmp_path / "c")
-    assert first.losses != other.losses
-
-
-class Noisy(nn.Module):
+class NoisyRow(nn.Module):
     """Draws from Python's and NumPy's global generators, which nobody should use, when it is built and as it runs."""
 
     def __init__(self):
         super().__init__()
-        self.rows = nn.Sequential(*(NoisyRow() for _ in range(3)), nn.Linear(6, 3))
-
-    def forward(self, x):
-        return self.rows(x)
-
-
-class NoisyRow(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.scale = nn.Linear(6, 6), random.random()
+        self.linear, self.scale = nn.Linear(16, 16), random.random()
 
     def forward(self, x):
         return self.linear(x) * (self.scale + float(np.random.rand()) + random.random())  # noqa: NPY002
 
 
 def noisy(params):
-    return Noisy()
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), NoisyRow(), NoisyRow(), nn.Dropout(0.2), nn.Linear(16, 10))
 
 
-@pytest.mark.parametrize("fit", [None, way("accumulate", 5), way("recompute", 16), way("offload", 16)])
-def test_what_a_model_draws_on_the_host_follows_from_the_trial_also_after_a_crash(fit, tmp_path):
-    recipe = replace(RECIPE, model=noisy)
-    alone, told = run(recipe, {}, tmp_path / "alone", fit)
+@pytest.mark.parametrize("fit", [None, fit_of(5), RECOMPUTE])
+def test_what_is_drawn_follows_from_the_trial_alone_also_after_a_crash_and_moves_no_generator(fit, tmp_path):
+    config = config_of(noisy)
+    alone, told = run(config, tmp_path / "alone", fit)
     seed(99)
-    before = get_rng_state()
+    torch.manual_seed(99)
+    before = get_rng_state(), torch.default_generator.get_state()
     with pytest.raises(Pruned):
-        run(recipe, {}, tmp_path / "killed", fit, prune_at=8)
-    assert get_rng_state() == before
-    resumed, again = run(recipe, {}, tmp_path / "killed", fit)
+        run(config, tmp_path / "killed", fit, prune_at=8)
+    assert get_rng_state() == before[0]
+    assert torch.equal(torch.default_generator.get_state(), before[1])
+    resumed, again = run(config, tmp_path / "killed", fit)
     assert resumed.losses == alone.losses
     assert again == told[1:]
-    other, _ = run(recipe, {"seed": 1}, tmp_path / "other", fit)
-    assert alone.losses != other.losses
-    if fit is not None and fit.strategy != "accumulate":
-        assert alone.losses == run(recipe, {}, tmp_path / "whole")[0].losses
+    assert alone.losses != run(config_of(noisy, {"seed": 1}), tmp_path / "other", fit)[0].losses
+    if fit is RECOMPUTE:
+        assert alone.losses == run(config, tmp_path / "whole")[0].losses
 
 
 def test_batch_norms_refuse_micro_batches_unless_asked_for(tmp_path):
-    recipe = replace(RECIPE, model=normed)
-    with pytest.raises(TuneError, match=r"batch norm '1' would see 8 samples at a time of a batch of 16"):
-        run(recipe, {}, tmp_path, way("accumulate", 8))
-    result, _ = run(replace(recipe, microbatch_batchnorm=True), {}, tmp_path, way("accumulate", 8))
+    with pytest.raises(TuneError, match=r"batch norm '1' would see 8 samples"):
+        run(config_of(conv), tmp_path, fit_of(8))
+    result, _ = run(config_of(conv, microbatch_batchnorm=True), tmp_path, fit_of(8))
     assert len(result.losses) == 12
 
 
 def test_a_loss_that_is_not_a_number_is_reported_as_it_is(tmp_path):
-    result, told = run(replace(RECIPE, optimizer="sgd"), {"lr": 1e30}, tmp_path)
-    assert math.isnan(result.values[1])
-    assert all(math.isnan(values[1]) for _, values in told)
-    again, _ = run(replace(RECIPE, optimizer="sgd"), {"lr": 1e30}, tmp_path)
-    assert math.isnan(again.values[1])
-
-
-class Skipping(nn.Module):
-    """Leaves one of its layers out of every other forward, as stochastic depth does."""
-
-    def __init__(self):
-        super().__init__()
-        self.ends = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 3)])
-        self.sometimes = nn.Linear(6, 6)
-        self.count = 0
-
-    def forward(self, x):
-        self.count += 1
-        x = self.ends[0](x)
-        return self.ends[1](self.sometimes(x) if self.count % 2 == 0 else x)
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_weights_without_a_gradient_stay_as_they_are_in_that_step(optimizer, tmp_path):
-    params = {"momentum": 0.9} if optimizer == "sgd" else {}
-    recipe = replace(
-        RECIPE, model=lambda _: Skipping(), optimizer=optimizer, optimizer_options={"lr": 0.1}, report_every=None
-    )
-    result, _ = run(recipe, params, tmp_path)
-    losses, _, _ = plain_loop(recipe, params)
-    torch.testing.assert_close(torch.tensor(result.losses), torch.tensor(losses), rtol=1e-5, atol=1e-6)
+    for _ in range(2):  # and once more from the checkpoint of its end
+        result, told = run(config_of(mlp, {"lr": 1e30}, optimizer="sgd"), tmp_path)
+        assert math.isnan(result.values[1])
+        assert all(math.isnan(values[1]) for _, values in told)
 
 
 def test_bf16_computes_in_bf16_and_keeps_its_weights_wide(tmp_path):
@@ -353,70 +242,70 @@ def test_bf16_computes_in_bf16_and_keeps_its_weights_wide(tmp_path):
         seen.add(outputs.dtype)
         return cross_entropy(outputs.float(), batch)
 
-    result, _ = run(replace(RECIPE, precision="bf16", loss=loss), {}, tmp_path)
+    result, _ = run(config_of(mlp, precision="bf16", loss=loss), tmp_path)
+    wide, _ = run(config_of(mlp), tmp_path / "wide")
     assert seen == {torch.bfloat16}
-    wide, _ = run(RECIPE, {}, tmp_path / "wide")
     assert result.losses != wide.losses
     torch.testing.assert_close(torch.tensor(result.losses), torch.tensor(wide.losses), rtol=0.1, atol=0.05)
+    assert saved(tmp_path)["weights.1.weight"].dtype == torch.float32
 
 
 def test_small_data_in_memory_is_kept_on_a_device_and_counted_once_however_it_is_split():
-    whole = blobs()
-    assert resident(whole) == 96 * (6 * 4 + 8)
-    cut = weft.data.split(whole.train, (0.5, 0.5), 0)
-    assert resident(Data("halves", *cut)) == 64 * (6 * 4 + 8)
+    part = Tensors(x=torch.zeros(64, 6), label=torch.zeros(64, dtype=torch.long))
+    assert resident(Data("halves", *weft.data.split(part, (0.5, 0.5), 0))) == 64 * (6 * 4 + 8)
+    assert resident(Data("two", part, Tensors(x=torch.zeros(2, 6)))) == 64 * (6 * 4 + 8) + 2 * 6 * 4
     assert resident(weft.data.text(8)) > 0
-    large = Tensors(x=torch.empty(SMALL // 4 + 1, dtype=torch.float32))
-    assert resident(Data("large", large)) == 0
+    assert resident(Data("large", Tensors(x=torch.empty(SMALL // 4 + 1)))) == 0
     assert resident(Data("foreign", weft.data.adapt([(1, 2), (3, 4)]))) == 0
 
 
-def test_what_cannot_be_trained_is_refused(tmp_path):
-    with pytest.raises(TuneError, match="'bare' has none: split some off it"):
-        run(replace(RECIPE, data=Data("bare", blobs().train)), {}, tmp_path)
-    with pytest.raises(TuneError, match=r"one number, not \(16,\)"):
-        run(replace(RECIPE, loss=lambda out, batch: out.sum(1)), {}, tmp_path)
-    with pytest.raises(TuneError, match="split over 2 devices"):
-        run(RECIPE, {}, tmp_path, replace(way("split", 16), devices=2))
+def not_deterministic(outputs, batch):
+    torch.empty(3).put_(torch.tensor([0]), torch.ones(1), accumulate=False)
+    return cross_entropy(outputs, batch)
+
+
+@pytest.mark.parametrize(
+    ("fields", "fit", "word"),
+    [
+        ({"data": Data("bare", few().train)}, None, "'bare' has none: split some off it"),
+        ({"loss": lambda out, batch: out.sum(1)}, None, r"one number, not \(16,\)"),
+        ({"loss": not_deterministic}, None, "'put_' has no deterministic kernel on cpu"),
+        ({}, replace(fit_of(strategy="split"), devices=2), "split over 2 devices"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(fields, fit, word, tmp_path):
+    with pytest.raises(TuneError, match=word):
+        run(config_of(mlp, **fields), tmp_path, fit)
 
 
 def test_a_part_that_the_model_holds_in_evaluation_mode_stays_so(tmp_path):
     built = []
 
     def model(params):
-        module = normed(params)
-        module[1].eval()
-        built.append(module)
-        return module
+        built.append(conv(params))
+        built[-1][1].eval()
+        return built[-1]
 
-    run(replace(RECIPE, model=model), {}, tmp_path)
+    run(config_of(model), tmp_path)
     assert built[-1].training
     assert not built[-1][1].training
-    assert torch.equal(built[-1][1].running_mean, torch.zeros(8))
+    assert torch.equal(built[-1][1].running_mean, torch.zeros(4))
 
 
-class Beyond(nn.Module):
-    """Two layers, and a state between them that is no weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.ends = nn.ModuleList([nn.Linear(6, 8), nn.Linear(8, 3)])
-        self.inner = self.made()
-
-    def made(self):
-        return nn.Identity()
-
-    def forward(self, x):
-        return self.ends[1](self.between(self.ends[0](x)))
+# Models with a state between their layers that is no weight.
 
 
-class Hidden(Beyond):
+class Inner(Between):
+    def prepare(self, params):
+        self.inner = nn.Identity()
+
+
+class Hidden(Inner):
     """A buffer that the state_dict does not have."""
 
-    def made(self):
-        inner = nn.Identity()
-        inner.register_buffer("mean", torch.zeros(8), persistent=False)
-        return inner
+    def prepare(self, params):
+        super().prepare(params)
+        self.inner.register_buffer("mean", torch.zeros(16), persistent=False)
 
     def between(self, x):
         if self.training:
@@ -424,15 +313,14 @@ class Hidden(Beyond):
         return x - self.inner.mean
 
 
-class Late(Beyond):
+class Late(Inner):
     """Buffers that the first forward makes, or makes larger."""
 
-    def made(self):
-        inner = nn.Identity()
-        inner.register_buffer("first", None)
-        inner.register_buffer("hidden", None, persistent=False)
-        inner.register_buffer("mean", torch.zeros(1))
-        return inner
+    def prepare(self, params):
+        super().prepare(params)
+        self.inner.register_buffer("first", None)
+        self.inner.register_buffer("hidden", None, persistent=False)
+        self.inner.register_buffer("mean", torch.zeros(1))
 
     def between(self, x):
         if self.inner.first is None:
@@ -442,14 +330,13 @@ class Late(Beyond):
         return x - self.inner.first + self.inner.hidden * self.inner.mean
 
 
-class Counting(Beyond):
+class Counting(Inner):
     """Numbers, a text, a list and a tensor, as attributes of parts."""
 
-    def made(self):
-        inner = nn.Identity()
-        inner.count, inner.rate, inner.odd, inner.name = 0, 1.0, False, ""
-        inner.past, inner.last = [(0, 1.0)], torch.zeros(8)
-        return inner
+    def prepare(self, params):
+        super().prepare(params)
+        self.inner.count, self.inner.rate, self.inner.odd, self.inner.name = 0, 1.0, False, ""
+        self.inner.past, self.inner.last = [(0, 1.0)], torch.zeros(16)
 
     def between(self, x):
         inner = self.inner
@@ -462,12 +349,11 @@ class Counting(Beyond):
         return (-x if inner.odd else x - inner.last) * factor
 
 
-class Extra(Beyond):
+class Extra(Between):
     """What it counts is an extra state."""
 
-    def __init__(self, state=None):
-        super().__init__()
-        self.state = [state or {"count": 0, "rate": float("-inf"), 3: (True, torch.zeros(8))}]
+    def prepare(self, params):
+        self.state = [{"count": 0, "rate": float("-inf"), 3: (True, torch.zeros(16))}]
 
     def get_extra_state(self):
         return self.state[0]
@@ -482,27 +368,15 @@ class Extra(Beyond):
         return x * (self.state[0]["count"] % 3 + 1) - self.state[0][3][1]
 
 
-class Lazy(nn.Module):
-    """Layers that are made in the first step."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Dropout(0.2), nn.LazyLinear(3))
-
-    def forward(self, x):
-        return self.body(x)
-
-
-class Complex(Beyond):
+class Complex(Inner):
     """A complex weight and buffer, and an attribute and a number that are complex too."""
 
-    def made(self):
-        inner = nn.Identity()
-        inner.weight = nn.Parameter(torch.polar(torch.ones(8), torch.arange(8.0)))
-        inner.register_buffer("mean", torch.zeros(8, dtype=torch.complex64))
-        inner.register_buffer("hidden", torch.zeros((), dtype=torch.complex128), persistent=False)
-        inner.last, inner.turn = torch.zeros(8, dtype=torch.complex64).conj(), 1j
-        return inner
+    def prepare(self, params):
+        super().prepare(params)
+        self.inner.weight = nn.Parameter(torch.polar(torch.ones(16), torch.arange(16.0)))
+        self.inner.register_buffer("mean", torch.zeros(16, dtype=torch.complex64))
+        self.inner.register_buffer("hidden", torch.zeros((), dtype=torch.complex128), persistent=False)
+        self.inner.last, self.inner.turn = torch.zeros(16, dtype=torch.complex64).conj(), 1j
 
     def between(self, x):
         inner = self.inner
@@ -514,30 +388,26 @@ class Complex(Beyond):
         return (x * inner.weight - inner.mean + inner.last * inner.turn + inner.hidden).to(torch.complex64).abs()
 
 
-@pytest.mark.parametrize("model", [Hidden, Late, Counting, Extra, Lazy, Skipping, Complex])
+def lazy(params):
+    """Layers that are made in the first step."""
+    body = [nn.Flatten(), nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Dropout(0.2), nn.LazyLinear(10)]
+    return nn.Sequential(*body)
+
+
+@pytest.mark.parametrize("model", [Hidden, Late, Counting, Extra, lazy, Skipping, Complex])
 def test_a_trial_whose_model_is_more_than_its_weights_goes_on_to_the_same_bits(model, tmp_path):
-    recipe = replace(
-        RECIPE, model=lambda params: model(), optimizer="sgd", optimizer_options={"lr": 0.01}, checkpoint_every=3
-    )
-    alone, told = run(recipe, {"momentum": 0.9}, tmp_path / "alone")
+    config = config_of(model, {"momentum": 0.9}, optimizer="sgd", checkpoint_every=3)
+    alone, told = run(config, tmp_path / "alone")
     for when in (4, 8):  # twice, so that what was put back is kept again
-
-        def report(step, values, when=when):
-            if step == when:
-                raise Killed
-            return False
-
         with pytest.raises(Killed):
-            train(
-                trial_config(recipe, {"momentum": 0.9}), None, device="cpu", directory=tmp_path / "cut", report=report
-            )
-    resumed, again = run(recipe, {"momentum": 0.9}, tmp_path / "cut")
+            run(config, tmp_path / "cut", kill_at=when)
+    resumed, again = run(config, tmp_path / "cut")
     assert resumed.losses == alone.losses
     assert again == told[1:]
 
 
 def test_of_a_plain_model_nothing_but_its_weights_is_kept(tmp_path):
-    run(replace(RECIPE, model=normed), {}, tmp_path)
+    run(config_of(conv), tmp_path)
     kept = Checkpoints(tmp_path / "checkpoints").load()
     assert set(kept.meta) == {"law", "values"}  # as always: older checkpoints are these
     assert {name.split(".")[0] for name in kept.tensors} == {"weights", "losses"}
@@ -565,8 +435,8 @@ def test_an_extra_state_that_would_have_to_be_pickled_is_refused(tmp_path):
         def get_extra_state(self):
             return {"when": [datetime.date(2026, 1, 1)]}
 
-    with pytest.raises(CheckpointError, match=r"'_extra_state' of the model's state_dict: .* cannot hold a date: "):
-        run(replace(RECIPE, model=lambda params: Refused()), {}, tmp_path)
+    with pytest.raises(CheckpointError, match=r"'_extra_state' .* cannot hold a date"):
+        run(config_of(Refused), tmp_path)
 
 
 @given(
@@ -586,5 +456,5 @@ def test_a_plain_value_comes_back_from_json_as_it_was(value):
     assert repr(from_plain(told, {}, torch.device("cpu"))) == repr(value)
 
 
-def test_the_types_that_attributes_are_saved_in_are_those_of_checkpoints_and_complex_ones() -> None:
+def test_the_types_that_attributes_are_saved_in_are_those_of_checkpoints_and_complex_ones():
     assert {kind for kind in SAVED if not kind.is_complex} == DTYPES.keys()

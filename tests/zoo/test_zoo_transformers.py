@@ -14,6 +14,7 @@ import weft
 from weft import zoo
 from weft.data.builtin import digits
 from weft.elastic import Mixture, Module
+from weft.errors import SupernetError
 from weft.utils.rng import generator
 
 SIZES = {
@@ -166,3 +167,11 @@ def test_a_language_model_looks_at_nothing_that_comes_later() -> None:
             first, second = chain(words, pick), chain(other, pick)
         assert torch.equal(first[:, :4], second[:, :4])
         assert not torch.equal(first[:, 4:], second[:, 4:])
+
+
+@pytest.mark.parametrize(
+    ("build", "words"), [(lambda: zoo.autoformer_tiny(image=30), "patches"), (lambda: zoo.conv_macro(size=8), "12")]
+)
+def test_images_that_a_space_cannot_take_are_refused(build: Callable[[], weft.Chain], words: str) -> None:
+    with pytest.raises(SupernetError, match=words):
+        build()

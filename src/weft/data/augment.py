@@ -91,7 +91,7 @@ class Normalise:
         images = _images(batch, self.key)
         if not images.is_floating_point():
             raise DataError(f"'{self.key}' holds {images.dtype}: only floating-point values can be normalised")
-        mean, std = (_channels(_tuple(numbers), images) for numbers in (self.mean, self.std))
+        mean, std = (_channels(numbers, images) for numbers in (self.mean, self.std))
         return {**batch, self.key: (images - mean) / std}
 
 
@@ -115,11 +115,8 @@ def _images(batch: Batch, name: str) -> torch.Tensor:
     return batch[name]
 
 
-def _tuple(numbers: float | Sequence[float]) -> tuple[float, ...]:
-    return tuple(numbers) if isinstance(numbers, Sequence) else (numbers,)
-
-
-def _channels(numbers: tuple[float, ...], images: torch.Tensor) -> torch.Tensor:
+def _channels(given: float | Sequence[float], images: torch.Tensor) -> torch.Tensor:
+    numbers = tuple(given) if isinstance(given, Sequence) else (given,)
     if len(numbers) not in (1, images.shape[1]):
         raise DataError(
             f"{len(numbers)} numbers were given to normalise {images.shape[1]} channels; give one or as many"

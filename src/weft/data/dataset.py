@@ -87,16 +87,6 @@ def apportion(totals: Indices, fractions: Sequence[float]) -> Indices:
     return counts
 
 
-def hold_out(source: Source, fraction: float, seed: int, stratify: str | None) -> tuple[Source, Source | None]:
-    """Takes a validation part out of a source; a fraction of 0 takes none."""
-    if fraction == 0:
-        return source, None
-    if not 0 < fraction < 1:
-        raise DataError(f"validation is a fraction of the training part, from 0 to below 1; got {fraction}")
-    rest, part = split(source, (1 - fraction, fraction), seed, stratify)
-    return rest, part
-
-
 def evenly_spaced(length: int, limit: int | None) -> Indices:
     """At most `limit` sample numbers, evenly spread, so that data sorted by class keeps all its classes."""
     if limit is not None and limit < 1:

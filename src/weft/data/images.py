@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weft.data.dataset import PARTS, Data, evenly_spaced, hold_out
+from weft.data.dataset import PARTS, Data, evenly_spaced, split
 from weft.data.source import Batch, Indices, Source, Tensors, column, device_of, move_source
 from weft.errors import DataError, install_extra
 from weft.utils.files import replacing
@@ -257,6 +257,8 @@ def assemble(
 ) -> Data:
     """A data set of parts; without a validation part, a stratified one is taken out of the training part."""
     train, held = sources["train"], sources.get("validation")
-    if held is None:
-        train, held = hold_out(train, validation, seed, key)
+    if held is None and validation != 0:
+        if not 0 < validation < 1:
+            raise DataError(f"validation is a fraction of the training part, from 0 to below 1; got {validation}")
+        train, held = split(train, (1 - validation, validation), seed, key)
     return Data(name, train, held, sources.get("test"), info)

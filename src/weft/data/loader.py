@@ -210,22 +210,15 @@ class MicroBatches:
         self._split = split
         self._m = m
         self._next = first
-        self._held: dict[int, list[Batch | None]] = {}
+        self._held: dict[int, Batch] = {}
 
     def __call__(self, n: int) -> Batch:
-        step, j = divmod(n, self._m)
-        while self._next <= step:
-            batch = next(self._batches)
-            self._held[self._next] = list(self._split(batch))
+        while self._next <= n // self._m:
+            self._held |= enumerate(self._split(next(self._batches)), start=self._next * self._m)
             self._next += 1
-        held = self._held.get(step)
-        part = None if held is None else held[j]
-        if held is None or part is None:
+        if n not in self._held:
             raise TrainError(f"micro-batch {n} was asked for twice")
-        held[j] = None
-        if all(other is None for other in held):
-            del self._held[step]
-        return part
+        return self._held.pop(n)
 
     def close(self) -> None:
         self._batches.close()

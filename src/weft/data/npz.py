@@ -97,11 +97,11 @@ def _plain(path: Path, arrays: dict[str, Array], limit: int | None, validation: 
         )
     pairs: dict[str, tuple[Array, Array]] = {}
     for part in ("train", "validation", "test"):
-        if (part, "x") not in arrays_by_part and (part, "y") not in arrays_by_part:
+        x, y = arrays_by_part.get((part, "x")), arrays_by_part.get((part, "y"))
+        if x is None and y is None:
             continue
-        if (part, "x") not in arrays_by_part or (part, "y") not in arrays_by_part:
+        if x is None or y is None:
             raise DataError(f"{path} has only one of x and y for the {part} part; it has {sorted(arrays)}")
-        x, y = arrays_by_part[part, "x"], arrays_by_part[part, "y"]
         if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
             raise DataError(
                 f"{path}: the {part} part has x of shape {x.shape} and y of shape {y.shape}: as many are needed"

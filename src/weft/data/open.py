@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ def open_data(spec: str, **options: Any) -> Data:
     With the option ``path``, a name is that of one of the KINDS of data at it: ``open_data("text", path="input.txt")``.
     """
     if spec in EMBEDDED:
-        return _call(spec, EMBEDDED[spec], (), options)
+        return _call(spec, EMBEDDED[spec], options)
     if "path" in options:
         return load(options.pop("path"), spec, **options)
     if Path(spec).expanduser().exists():
@@ -39,8 +39,8 @@ def load(path: str | os.PathLike[str], kind: str | None = None, **options: Any) 
         raise DataError(f"there is no file or folder {place}")
     kind = guess(place) if kind is None else kind
     if kind not in KINDS:
-        raise DataError(f"unknown kind of data '{kind}'; kinds: {', '.join(sorted(KINDS))}{_hint(kind)}")
-    return _call(kind, KINDS[kind], (place,), options)
+        raise DataError(f"unknown kind of data '{kind}'{nearest(kind, KINDS)}")
+    return _call(kind, KINDS[kind], {"path": place, **options})
 
 
 def guess(path: Path) -> str:
@@ -60,36 +60,19 @@ def guess(path: Path) -> str:
     raise DataError(f"cannot tell what kind of data {path} is; give kind=, one of {', '.join(sorted(KINDS))}")
 
 
-def _read_text(
-    path: Path,
-    *,
-    context: int = 64,
-    stride: int | None = None,
-    tokens: str = "characters",
-    split: Sequence[float] = (0.8, 0.1, 0.1),
-    validation_stride: int | None = None,
-) -> Data:
-    return text(context, path, stride, tokens=tokens, split=split, validation_stride=validation_stride)
-
-
 EMBEDDED: Mapping[str, Callable[..., Data]] = {"digits": digits, "text": text}
 KINDS: Mapping[str, Callable[..., Data]] = {
     "idx": idx.read,
     "npz": npz.read,
     "folder": images.read,
-    "text": _read_text,
+    "text": text,
     "huggingface": huggingface.read,
 }
 
 
-def _call(name: str, make: Callable[..., Data], first: tuple[Any, ...], options: Mapping[str, Any]) -> Data:
-    names = list(inspect.signature(make).parameters)[len(first) :]
+def _call(name: str, make: Callable[..., Data], options: Mapping[str, Any]) -> Data:
+    names = inspect.signature(make).parameters
     for option in options:
         if option not in names:
             raise DataError(f"unknown option '{option}' for {name}{nearest(option, names)}")
-    return make(*first, **options)
-
-
-def _hint(kind: str) -> str:
-    hint = nearest(kind, KINDS)
-    return hint if "did you mean" in hint else ""
+    return make(**options)

@@ -1,8 +1,9 @@
 """Measures what the parts of a chain cost, each for every combination of the choices that its cost depends on.
 
-A part is a leaf, a module without elastic modules, or a composite that has few combinations of choices. A composite
-that has more is measured by the modules within it. The cost of a part depends on the choices that it reads, that the
-modules around it read, that decide whether its block runs, and that the shapes of the layer's inputs depend on.
+A part is a leaf, a module without elastic modules, or a composite whose cost is more than that of the modules within
+it: one that multiplies matrices itself, or for latencies one with few combinations of choices. The cost of a part
+depends on the choices that it reads, that the modules around it read, that decide whether its block runs, and that the
+shapes of the layer's inputs depend on.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import islice, product
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from weft.elastic import Leaf, Module
 from weft.elastic.extract import plain_module
@@ -41,7 +43,7 @@ from weft.supernet import Chain, as_activations, build_on_meta, initialise
 from weft.supernet.blocks import Block
 from weft.supernet.layer import extra_inputs
 
-WHOLE = 64  # a composite with up to so many combinations of choices is one part
+WHOLE = 64  # combinations of choices up to which a composite is one part if nothing else decides
 Key = tuple[Value | None, ...]
 Names = tuple[str, ...]
 
@@ -90,6 +92,7 @@ class Measurement:
         self.metric, self.device, self.repeats = metric, device, repeats
         self.space, self.rules = chain.space, chain.space.rules
         self._measured: dict[Any, float] = {}
+        self._multiplies: dict[nn.Module, bool] = {}  # composites that were seen, and whether they multiply themselves
         self._activations: list[Any] = []  # by number: tables hold numbers
         self._numbers: dict[Any, int] = {}
 
@@ -111,12 +114,14 @@ class Measurement:
 
     def _block(self, block: Block, inputs: Table) -> tuple[list[Table], Table]:
         """The tables of a block's parts, and that of its outputs, by number."""
-        condition = getattr(block, "condition", None)
+        condition = block.condition
         around = {block.name} & self.rules.choices.keys() | set(inputs.names)
         around = around.union(() if condition is None else condition.names)
         modules = [self.chain.module(name) for name in block.candidates()]
-        parts = [part for module in modules for part in self._parts(module, around)]
         names = with_conditions(self.rules, around.union(*map(_reads_within, modules)))
+        if self.metric == "flops":
+            self._find_products(block, around, names, inputs)
+        parts = [part for module in modules for part in self._parts(module, around)]
         scopes = dict.fromkeys((with_conditions(self.rules, around), *(part.names for part in parts)))
         done: dict[Names, set[Key]] = {scope: set() for scope in scopes}
         outputs: list[tuple[Values, int]] = []
@@ -136,9 +141,7 @@ class Measurement:
 
     def _parts(self, module: nn.Module, around: set[str]) -> Iterator[_Part]:
         reads = with_conditions(self.rules, _reads_within(module))
-        is_composite = isinstance(module, Module) and not isinstance(module, Leaf)
-        is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        if not is_container and not (is_composite and count_combinations(self.rules, reads) > WHOLE):
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not self._is_sum_of_its_modules(module, reads):
             yield _Part(module, with_conditions(self.rules, around.union(reads)), reads)
             return
         if isinstance(module, Module):
@@ -147,6 +150,40 @@ class Measurement:
                 yield _Part(module, with_conditions(self.rules, around), (), own=True)
         for child in module.children():
             yield from self._parts(child, around)
+
+    def _is_sum_of_its_modules(self, module: nn.Module, reads: Names) -> bool:
+        if not isinstance(module, Module) or isinstance(module, Leaf) or _has_shared_parts(module):
+            return False
+        if self.metric == "parameters":
+            return True
+        multiplies = self._multiplies.get(module)
+        return count_combinations(self.rules, reads) > WHOLE if multiplies is None else not multiplies
+
+    def _find_products(self, block: Block, around: set[str], names: Names, inputs: Table) -> None:
+        """Notes which composites of a block multiply outside of the modules within them, in a subnet a candidate."""
+        seen = set()
+        for some in combinations(self.rules, with_conditions(self.rules, around)):
+            values = self._completed(some, names, 0)
+            if values is None or math.isnan(number := self._at(inputs, values)):
+                continue
+            subnet = self.rules.subnet(values)
+            name = block.pick(subnet)
+            if name is None or name in seen:
+                continue
+            seen.add(name)
+            module = self.chain.module(name)
+            with FlopCounterMode(display=False) as counter, suppress(SpaceError):
+                module(*self._activations[int(number)], **extra_inputs(self.chain.layers[name], self.batch, subnet))
+            totals = {path: sum(counts.values()) for path, counts in counter.get_flop_counts().items()}
+            own = dict(totals)
+            for path, total in totals.items():
+                caller = max((other for other in totals if path.startswith(f"{other}.")), key=len, default=None)
+                if caller is not None:
+                    own[caller] -= total
+            root = type(module).__name__
+            for path, inner in module.named_modules():
+                if (path := f"{root}.{path}" if path else root) in own:
+                    self._multiplies[inner] = own[path] > 0
 
     def _completed(self, some: Values, names: Names, turn: int) -> dict[str, Value] | None:
         """With options of the other choices, which differ from turn to turn; None where a constraint forbids all."""
@@ -259,6 +296,12 @@ class _WithKeywords(nn.Module):
 def _reads_within(module: nn.Module) -> set[str]:
     """The choices that a module reads, or a module inside it."""
     return {name for part in module.modules() if isinstance(part, Module) for name in part.reads}
+
+
+def _has_shared_parts(module: nn.Module) -> bool:
+    """Whether a module or a parameter stands in two places inside."""
+    every = [*module.named_modules(remove_duplicate=False), *module.named_parameters(remove_duplicate=False)]
+    return len({id(part) for _, part in every}) < len(every)
 
 
 def _key(values: Values, names: Names) -> Key:

@@ -117,7 +117,7 @@ def build_cost_model(
     """The cost of every subnet of the chain, for one forward of the batch.
 
     Each layer is extracted and measured for every combination of the choices that its modules name in ``reads``; a
-    composite with more than 64 combinations is measured by the modules within it, and must do no products of its own.
+    composite that does no products of its own is measured by the modules within it.
     Parameters and FLOPs are exact. They need no device and, unless a layer reads values of tensors, nothing is
     computed. A latency is the median of ``repeats`` on the device, scaled such that the median of a few complete
     subnets is right.
@@ -141,7 +141,7 @@ def build_cost_model(
                 raise SearchError(
                     f"the {metric} of '{subnet}' are {cost:,} and not the {model.of(subnet):,.0f} of its parts: a "
                     "layer depends on more than the choices that its modules name in `reads` and the shapes of their "
-                    "inputs, or a composite with more than 64 combinations of choices does products of its own"
+                    "inputs"
                 )
         return model
     subnets, modules, inputs = zip(*_samples(measure, 4), strict=True)

@@ -14,8 +14,39 @@ from weft.space.expression import Value, plain
 MAX_OPTIONS = 100_000
 
 
+class _Finite:
+    """A choice of options that can be listed."""
+
+    __slots__ = ()
+    options: tuple[Value, ...]
+
+    def sample(self, rng: np.random.Generator) -> Value:
+        return self.options[draw(rng, len(self.options))]
+
+    def contains(self, value: object) -> bool:
+        return self._find(value) is not None
+
+    def canonical(self, value: object) -> Value:
+        """The option that equals the value; SpaceError where none does."""
+        option = self._find(value)
+        if option is None:
+            more = ", ..." if len(self.options) > 12 else ""
+            raise SpaceError(f"{value!r} is not an option; options: {', '.join(map(repr, self.options[:12]))}{more}")
+        return option
+
+    def _find(self, value: object) -> Value | None:
+        try:
+            plain_value = plain(value)
+        except SpaceError:
+            return None
+        for option in self.options:
+            if option == plain_value and isinstance(option, bool) == isinstance(plain_value, bool):
+                return option
+        return None
+
+
 @dataclass(frozen=True, slots=True)
-class Categorical:
+class Categorical(_Finite):
     """One of a few named things, in no order but that of writing."""
 
     options: tuple[Value, ...]
@@ -23,24 +54,15 @@ class Categorical:
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", _check_options(self.options))
 
-    def sample(self, rng: np.random.Generator) -> Value:
-        return self.options[draw(rng, len(self.options))]
-
     def neighbours(self, value: Value) -> tuple[Value, ...]:
         return tuple(option for option in self.options if option != value)
-
-    def contains(self, value: object) -> bool:
-        return _find(self.options, value) is not None
-
-    def canonical(self, value: object) -> Value:
-        return _canonical(self.options, value)
 
     def to_json(self) -> dict[str, object]:
         return {"kind": "categorical", "options": list(self.options)}
 
 
 @dataclass(frozen=True, slots=True)
-class Integers:
+class Integers(_Finite):
     """One of a finite set of integers; `ordered` sorts them and makes only adjacent ones neighbours."""
 
     values: tuple[int, ...]
@@ -54,23 +76,14 @@ class Integers:
         object.__setattr__(self, "values", tuple(sorted(values, key=int)) if self.ordered else values)
 
     @property
-    def options(self) -> tuple[Value, ...]:
+    def options(self) -> tuple[Value, ...]:  # type: ignore[override]
         return self.values
-
-    def sample(self, rng: np.random.Generator) -> Value:
-        return self.values[draw(rng, len(self.values))]
 
     def neighbours(self, value: Value) -> tuple[Value, ...]:
         if not self.ordered:
             return tuple(option for option in self.values if option != value)
         at = self.values.index(int(self.canonical(value)))
         return self.values[max(at - 1, 0) : at] + self.values[at + 1 : at + 2]
-
-    def contains(self, value: object) -> bool:
-        return _find(self.values, value) is not None
-
-    def canonical(self, value: object) -> Value:
-        return _canonical(self.values, value)
 
     def to_json(self) -> dict[str, object]:
         return {"kind": "integers", "values": list(self.values), "ordered": self.ordered}
@@ -178,22 +191,3 @@ def _check_options(options: tuple[Value, ...]) -> tuple[Value, ...]:
             raise SpaceError(f"options {seen[option]!r} and {option!r} are the same value; each option occurs once")
         seen[option] = option
     return options
-
-
-def _find(options: tuple[Value, ...], value: object) -> Value | None:
-    try:
-        plain_value = plain(value)
-    except SpaceError:
-        return None
-    for option in options:
-        if option == plain_value and isinstance(option, bool) == isinstance(plain_value, bool):
-            return option
-    return None
-
-
-def _canonical(options: tuple[Value, ...], value: object) -> Value:
-    option = _find(options, value)
-    if option is None:
-        shown = ", ".join(repr(option) for option in options[:12]) + (", ..." if len(options) > 12 else "")
-        raise SpaceError(f"{value!r} is not an option; options: {shown}")
-    return option

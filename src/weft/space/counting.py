@@ -49,14 +49,39 @@ class Counter:
         conditions, required = self._rules.conditions, [constraint.meaning for constraint in self._rules.constraints]
         if any(not rule.names and not rule.value({}) for rule in required):
             return None
-        never = [name for name, rule in conditions.items() if not rule.names and not rule.value({})]
         opened = {name: rule for name, rule in conditions.items() if rule.names}
-        state = State(tuple(self._rules.choices), opened, tuple(rule for rule in required if rule.names))
-        return self._settle(state, [(name, None) for name in never])
+        state: State | None = State(tuple(self._rules.choices), opened, tuple(rule for rule in required if rule.names))
+        for name, rule in conditions.items():
+            if state is not None and not rule.names and not rule.value({}):
+                state = self.assign(state, name, None)
+        return state
 
     def assign(self, state: State, name: str, value: Value | None) -> State | None:
         """The state once the choice has this value (None: is inactive); None where a constraint is broken."""
-        return self._settle(state, [(name, value)])
+        decided, free = [(name, value)], dict.fromkeys(state.free)
+        opened, required = dict(state.open), state.required
+        while decided:
+            name, value = decided.pop()
+            free.pop(name, None)
+            for other, rule in list(opened.items()):
+                if name in rule.names:
+                    left = rule if value is None else rule.partial({name: value})
+                    if value is not None and left.names:
+                        opened[other] = left
+                        continue
+                    del opened[other]
+                    if value is None or not left.value({}):
+                        decided.append((other, None))
+            kept = []
+            for rule in required:
+                if name in rule.names:
+                    rule = Expr.of(True) if value is None else rule.partial({name: value})
+                    if not rule.names and not rule.value({}):
+                        return None
+                if rule.names:
+                    kept.append(rule)
+            required = tuple(kept)
+        return State(tuple(free), opened, required, state.either.intersection(free))
 
     def weight(self, state: State | None) -> Weight:
         """How much of the space is left in this state; 0 where nothing is. Raises TooManyCases rather than hang."""
@@ -81,7 +106,10 @@ class Counter:
 
     def _weigh(self, part: State) -> Weight:
         if not part.open and not part.required and len(part.free) == 1:
-            return self._alone(part.free[0], part.free[0] in part.either)
+            options = self._rules.choices[part.free[0]].options
+            if self._probabilities:
+                return 1
+            return math.inf if options is None else len(options) + len(part.either)
         # Rules are folded as far as they are known, so states that differ in the past but not in the future meet here:
         # a sum of many terms under a bound costs as many cases as it has different partial sums.
         conditions = tuple((name, rule.program) for name, rule in part.open.items())
@@ -105,12 +133,6 @@ class Counter:
             why = f"; {widest} ties {len(widest.meaning.names)} choices together" if widest else ""
             raise TooManyCases(f"counting the subnets takes more than {MAX_CASES:,} cases{why}")
 
-    def _alone(self, name: str, either: bool) -> Weight:
-        options = self._rules.choices[name].options
-        if self._probabilities:
-            return 1
-        return math.inf if options is None else len(options) + either
-
     def _most_connected(self, part: State) -> str:
         """Of the choices that are known to be active. There is one, since conditions look back in the order only."""
         links: dict[str, set[str]] = {name: set() for name in part.free if name not in part.open}
@@ -118,36 +140,6 @@ class Counter:
             for name in scope & links.keys():
                 links[name] |= scope
         return max(links, key=lambda name: len(links[name]))
-
-    def _settle(self, state: State, decided: list[tuple[str, Value | None]]) -> State | None:
-        decided_names: set[str] = set()
-        opened, required = dict(state.open), list(state.required)
-        while decided:
-            name, value = decided.pop()
-            decided_names.add(name)
-            for other, rule in list(opened.items()):
-                if name in rule.names:
-                    left = rule if value is None else rule.partial({name: value})
-                    if value is not None and left.names:
-                        opened[other] = left
-                        continue
-                    del opened[other]
-                    if value is None or not left.value({}):
-                        decided.append((other, None))
-            kept = []
-            for rule in required:
-                if name in rule.names:
-                    if value is None:
-                        continue
-                    rule = rule.partial({name: value})
-                    if not rule.names:
-                        if not rule.value({}):
-                            return None
-                        continue
-                kept.append(rule)
-            required = kept
-        free = tuple(name for name in state.free if name not in decided_names)
-        return State(free, opened, tuple(required), state.either - decided_names)
 
     def _relaxed(self, state: State) -> State:
         """Without the rules that read a real choice which is active but has no value."""

@@ -19,6 +19,24 @@ Token = tuple[str, Value]  # ("name", n), ("op", symbol), or a constant under it
 MAX_TOKENS = 100_000
 
 
+def _binary(symbol: str) -> Callable[[Expr, object], Expr]:
+    """The method for an operator."""
+
+    def method(self: Expr, other: object) -> Expr:
+        return _join(symbol, self, other)
+
+    return method
+
+
+def _reflected(symbol: str) -> Callable[[Expr, object], Expr]:
+    """The method for an operator whose left operand is a constant."""
+
+    def method(self: Expr, other: object) -> Expr:
+        return _join(symbol, other, self)
+
+    return method
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Expr:
     """An immutable expression, built by Python's operators on handles; kept as a postfix program.
@@ -74,13 +92,10 @@ class Expr:
 
     def partial(self, assignment: Mapping[str, Value]) -> Expr:
         """The expression that is left once some names are known; what cannot be computed stays as it is."""
-        return self._rewrite({name: Expr.of(value) for name, value in assignment.items()})
+        return self.substitute({name: Expr.of(value) for name, value in assignment.items()})
 
     def substitute(self, meanings: Mapping[str, Expr]) -> Expr:
-        """The expression with names replaced by what they stand for."""
-        return self._rewrite(meanings)
-
-    def _rewrite(self, meanings: Mapping[str, Expr]) -> Expr:
+        """The expression with names replaced by what they stand for; what is known then is computed."""
         if self.names.isdisjoint(meanings):
             return self
         stack: list[tuple[Token, ...]] = []
@@ -167,77 +182,26 @@ class Expr:
     __hash__ = object.__hash__
     __array_ufunc__ = None  # so that a NumPy number on the left leaves the operator to us
 
-    def __add__(self, other: object) -> Expr:
-        return _join("+", self, other)
-
-    def __radd__(self, other: object) -> Expr:
-        return _join("+", other, self)
-
-    def __sub__(self, other: object) -> Expr:
-        return _join("-", self, other)
-
-    def __rsub__(self, other: object) -> Expr:
-        return _join("-", other, self)
-
-    def __mul__(self, other: object) -> Expr:
-        return _join("*", self, other)
-
-    def __rmul__(self, other: object) -> Expr:
-        return _join("*", other, self)
-
-    def __floordiv__(self, other: object) -> Expr:
-        return _join("//", self, other)
-
-    def __rfloordiv__(self, other: object) -> Expr:
-        return _join("//", other, self)
-
-    def __truediv__(self, other: object) -> Expr:
-        return _join("/", self, other)
-
-    def __rtruediv__(self, other: object) -> Expr:
-        return _join("/", other, self)
-
-    def __mod__(self, other: object) -> Expr:
-        return _join("%", self, other)
-
-    def __rmod__(self, other: object) -> Expr:
-        return _join("%", other, self)
+    __add__, __radd__ = _binary("+"), _reflected("+")
+    __sub__, __rsub__ = _binary("-"), _reflected("-")
+    __mul__, __rmul__ = _binary("*"), _reflected("*")
+    __floordiv__, __rfloordiv__ = _binary("//"), _reflected("//")
+    __truediv__, __rtruediv__ = _binary("/"), _reflected("/")
+    __mod__, __rmod__ = _binary("%"), _reflected("%")
+    __and__, __rand__ = _binary("&"), _reflected("&")
+    __or__, __ror__ = _binary("|"), _reflected("|")
+    __eq__ = _binary("==")  # type: ignore[assignment]
+    __ne__ = _binary("!=")  # type: ignore[assignment]
+    __lt__ = _binary("<")
+    __le__ = _binary("<=")
+    __gt__ = _binary(">")
+    __ge__ = _binary(">=")
 
     def __neg__(self) -> Expr:
         return _join("-", 0, self)
 
-    def __and__(self, other: object) -> Expr:
-        return _join("&", self, other)
-
-    def __rand__(self, other: object) -> Expr:
-        return _join("&", other, self)
-
-    def __or__(self, other: object) -> Expr:
-        return _join("|", self, other)
-
-    def __ror__(self, other: object) -> Expr:
-        return _join("|", other, self)
-
     def __invert__(self) -> Expr:
         return _join("~", self)
-
-    def __eq__(self, other: object) -> Expr:  # type: ignore[override]
-        return _join("==", self, other)
-
-    def __ne__(self, other: object) -> Expr:  # type: ignore[override]
-        return _join("!=", self, other)
-
-    def __lt__(self, other: object) -> Expr:
-        return _join("<", self, other)
-
-    def __le__(self, other: object) -> Expr:
-        return _join("<=", self, other)
-
-    def __gt__(self, other: object) -> Expr:
-        return _join(">", self, other)
-
-    def __ge__(self, other: object) -> Expr:
-        return _join(">=", self, other)
 
 
 def minimum(first: object, *others: object) -> Expr:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -27,77 +28,84 @@ from weft.utils.rng import generator
 # pass with a pool of k * f + 1. All that depends on labels is uniform, hence so is the option at any one step.
 FREE_EMISSIONS = 1024  # what a jump into an era replays at most, and so the price of random access
 FREE_ROUNDS = 8
+ROUNDS_KEPT = 16
 
 
-class SpacedPermutation:
+class Permutation(ABC):
     """The endless sequence of one choice with `count` options: a pure function of seed, name and step."""
 
-    def __init__(self, seed: int, name: str, count: int, spacing: int) -> None:
-        self.count, self.slack = count, count - spacing
-        self.free, self.bridges = eras(count, spacing)
-        self._key = (seed, "spaced", name)
-        # The pool holds slack + 1 options until the previous order runs out, then one less at every step.
-        self._pools = np.minimum(np.arange(count, 0, -1), self.slack + 1).astype(np.float64)
-        self._eras: dict[int, _Era] = {}
-        self._now: tuple[int, list[int]] = (-1, [])
+    kind: str
+
+    def __init__(self, seed: int, name: str, count: int) -> None:
+        self.count = count
+        self._key = (seed, self.kind, name)
+        self._rounds: dict[int, list[int]] = {}
 
     def at(self, step: int) -> int:
         """The index of the option at this step."""
         number, place = divmod(step, self.count)
-        now = self._now
-        if now[0] != number:
-            self._now = now = (number, self.round(number))
-        return now[1][place]
+        order = self._rounds.get(number)
+        if order is None:  # rounds are pure, so that two threads may draw the same one
+            order = self.round(number)
+            # The rounds before stay, since steps in flight look back a little.
+            kept = {known: old for known, old in self._rounds.items() if abs(known - number) < ROUNDS_KEPT}
+            self._rounds = {**kept, number: order}
+        return order[place]
 
+    @abstractmethod
     def round(self, number: int) -> list[int]:
         """The order of the options in this round."""
+
+    def _shuffled(self, rng: np.random.Generator) -> list[int]:
+        order: list[int] = rng.random(self.count).argsort(kind="stable").tolist()
+        return order
+
+
+class FairPermutation(Permutation):
+    """Rounds that are independent permutations, each keyed by its number."""
+
+    kind = "fair"
+
+    def round(self, number: int) -> list[int]:
+        return self._shuffled(generator(*self._key, number))
+
+
+class SpacedPermutation(Permutation):
+    """Rounds in which any `spacing` consecutive steps are distinct, across the ends of rounds too."""
+
+    kind = "spaced"
+
+    def __init__(self, seed: int, name: str, count: int, spacing: int) -> None:
+        super().__init__(seed, name, count)
+        self.slack = count - spacing
+        self.free, self.bridges = eras(count, spacing)
+        # The pool holds slack + 1 options until the previous order runs out, then one less at every step.
+        self._pools = np.minimum(np.arange(count, 0, -1), self.slack + 1).astype(np.float64)
+        self._now: tuple[int, list[list[int]], list[int]] = (-1, [], [])
+
+    def round(self, number: int) -> list[int]:
         if not self.slack:
             return self._anchor(0)[0]
         number, place = divmod(number, self.free + self.bridges)
-        era = self._eras.get(number)
-        if era is None:
-            anchor, draws = self._anchor(number)
-            era = _Era(anchor, draws, [None] * (self.free + self.bridges))
-            # The era before stays, since steps in flight look back a little.
-            self._eras = {known: self._eras[known] for known in (number - 1, number + 1) if known in self._eras}
-            self._eras[number] = era
-        order = era.orders[place]
-        if order is None:  # rounds are pure, so that two threads may fill the same one
-            order = era.orders[place] = (
-                self._free(era, place) if place < self.free else self._bridge(era, number, place)
-            )
-        return order
+        now = self._now
+        if now[0] != number:
+            self._now = now = (number, *self._era(number))
+        _, orders, target = now
+        if place < self.free:
+            return orders[place]
+        return bridge_round(orders[-1], target, self.slack * (place - self.free + 1))
 
-    def _anchor(self, era: int) -> tuple[list[int], np.ndarray[tuple[int, int], np.dtype[np.int64]]]:
-        """The era's first order, and its draws from the pool, round by round."""
+    def _era(self, number: int) -> tuple[list[list[int]], list[int]]:
+        """The era's free rounds, and the next anchor."""
+        order, rng = self._anchor(number)
+        draws = (rng.random((self.free, self.count)) * self._pools).astype(np.int64).tolist()
+        orders = [order := free_round(order, self.slack, row) for row in draws]
+        return orders, self._anchor(number + 1)[0]
+
+    def _anchor(self, era: int) -> tuple[list[int], np.random.Generator]:
+        """The era's first order, and the generator of its draws from the pool."""
         rng = generator(*self._key, era)
-        anchor: list[int] = rng.random(self.count).argsort(kind="stable").tolist()
-        return anchor, (rng.random((self.free, self.count)) * self._pools).astype(np.int64)
-
-    def _free(self, era: _Era, place: int) -> list[int]:
-        start = place
-        while start > 0 and era.orders[start - 1] is None:
-            start -= 1
-        order = era.orders[start - 1] if start else era.anchor
-        for at in range(start, place + 1):
-            assert order is not None
-            order = era.orders[at] = free_round(order, self.slack, era.draws[at].tolist())
-        assert order is not None
-        return order
-
-    def _bridge(self, era: _Era, number: int, place: int) -> list[int]:
-        base = era.orders[self.free - 1] or self._free(era, self.free - 1)
-        if era.target is None:
-            era.target = self._anchor(number + 1)[0]
-        return bridge_round(base, era.target, self.slack * (place - self.free + 1))
-
-
-@dataclass(slots=True)
-class _Era:
-    anchor: list[int]
-    draws: np.ndarray[tuple[int, int], np.dtype[np.int64]]
-    orders: list[list[int] | None]
-    target: list[int] | None = None
+        return self._shuffled(rng), rng
 
 
 def eras(count: int, spacing: int) -> tuple[int, int]:
@@ -166,7 +174,7 @@ class PermutationStream(Stream):
         if not space.choices:
             raise StreamError(f"the {self.name} stream needs at least one choice; use a fixed stream")
         self._counts = {name: len(choice.options or ()) for name, choice in space.choices.items()}
-        self._orders: dict[str, FairPermutation | SpacedPermutation] = {}
+        self._orders: Mapping[str, Permutation] = {}
 
     def _step(self, index: int) -> tuple[Subnet, ...]:
         orders = self._orders
@@ -217,26 +225,6 @@ class Spaced(PermutationStream):
 
     def options(self) -> dict[str, object]:
         return {"spacing": self.spacing}
-
-
-class FairPermutation:
-    """The rounds of one choice: independent permutations, each keyed by its number."""
-
-    def __init__(self, seed: int, name: str, count: int) -> None:
-        self.count = count
-        self._key = (seed, "fair", name)
-        self._rounds: dict[int, list[int]] = {}
-
-    def at(self, step: int) -> int:
-        """The index of the option at this step."""
-        number, place = divmod(step, self.count)
-        order = self._rounds.get(number)
-        if order is None:
-            drawn: list[int] = generator(*self._key, number).random(self.count).argsort(kind="stable").tolist()
-            kept = {known: order for known, order in self._rounds.items() if abs(known - number) < 16}
-            self._rounds = {**kept, number: drawn}
-            order = drawn
-        return order[place]
 
 
 def _check_spacing(counts: list[int], spacing: int | None) -> int:

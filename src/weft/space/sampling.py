@@ -155,18 +155,16 @@ def _draw_weighted(rules: FrozenSpace, counter: Counter, rng: np.random.Generato
         if not rules.is_active(name, values):
             continue
         options = choice.options or (choice.sample(rng),)
-        left = [(option, counter.assign(state, name, option)) for option in options]
-        left_by_option = [(counter.weight(after), option, after) for option, after in left]
-        left_by_option = [(weight, option, after) for weight, option, after in left_by_option if weight]
-        if not left_by_option:
+        left = [counter.assign(state, name, option) for option in options]
+        weights = [counter.weight(after) for after in left]
+        total = sum(weights)
+        if not total:
             return None
-        total = sum(weight for weight, _, _ in left_by_option)
         at = float(rng.random())
-        for weight, option, after in left_by_option:
-            values[name], state = option, after
-            at -= float(weight / total)
-            if at < 0:
-                break
+        for option, after, weight in zip(options, left, weights, strict=True):
+            if weight and at >= 0:
+                values[name], state = option, after
+                at -= float(weight / total)
     return values
 
 

@@ -195,8 +195,7 @@ class Shrinking(Stream):
     @property
     def bits(self) -> float:
         """At the end, when all is open."""
-        free = [c for name, c in self._rules.choices.items() if name not in self._rules.conditions]
-        return sum(math.inf if c.options is None else math.log2(len(c.options)) for c in free)
+        return always_active_bits(self._rules, math.log2)
 
     def options(self) -> dict[str, object]:
         return {"steps": self.steps, "order": list(self.order), "alone": self.alone}
@@ -231,10 +230,9 @@ class Shrinking(Stream):
             return few[int(rng.random() * len(few))]
 
         for _ in range(_TRIES):
-            try:
-                return (self.space.subnet(self._rules.settle(pick)),)
-            except SpaceError:  # a constraint forbids it
-                continue
+            values = self._rules.settle(pick)
+            if self._rules.broken(values) is None:
+                return (self._rules.subnet(values),)
         return (self._largest,)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from weft.elastic import Condition, Mixture
 from weft.elastic.mixture import choice_options
 from weft.errors import SupernetError
-from weft.space import Expr, Space, Subnet
+from weft.space import Expr, Space, Subnet, Value
 from weft.supernet.layer import Activations, Candidate, ForwardFn, as_activations, check_name
 
 Modules = Mapping[str, nn.Module]
@@ -21,52 +22,73 @@ Extras = Mapping[str, Any]
 """Keyword arguments of a module."""
 
 
-class Block(Protocol):
-    """One link of the chain; a subnet uses at most one of its layers."""
+class Block(ABC):
+    """One link of the chain; a subnet uses at most one of its layers.
 
-    name: str
-    space: Space | None
-    consistency: str | None
-    extra_inputs: tuple[str, ...]
-    shared: bool
-    elastic: bool
-    is_architecture: bool
-    forward_fn: ForwardFn | None
-
-    def candidates(self) -> Mapping[str, Candidate]:
-        """The layers by their global names, in order."""
-
-    def pick(self, subnet: Subnet) -> str | None:
-        """The name of the layer that the subnet uses, or None where it skips the block."""
-
-    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, extras: Extras) -> Activations:
-        """The expectation of the block's output under a mixture."""
-
-
-class _Base:
-    """What all blocks have; ``extra_inputs`` names entries of the batch that the layers take as keyword arguments."""
+    ``extra_inputs`` names entries of the batch that the layers take as keyword arguments.
+    """
 
     shared = False
     elastic = False
     is_architecture = False
     forward_fn: ForwardFn | None = None
-    space: Space | None
 
     def __new__(cls, *args: object, **options: object) -> Self:
         if "side" in options:
             raise SupernetError(f"weft.{cls.__name__}: side= was renamed to extra_inputs=")
         return super().__new__(cls)
 
-    def __init__(self, name: str, space: Space | None, extra_inputs: Sequence[str], consistency: object) -> None:
+    def __init__(
+        self,
+        name: str,
+        space: Space | None,
+        layers: Mapping[str, Candidate],
+        *,
+        options: Sequence[Value] = (),
+        when: Expr | None = None,
+        extra_inputs: Sequence[str] = (),
+        consistency: object = None,
+    ) -> None:
         self.name = check_name(name, "block")
         self.space = space
         self.extra_inputs = tuple(extra_inputs)
         self.consistency = None if consistency is None else str(consistency)
-        self.condition: Condition | None = None
+        self._layers = layers
+        if space is not None and options:
+            space.categorical(name, options, when=when)
+        self.condition = None if space is None or when is None else Condition(space, when)
         """Holds for the subnets that use the block; None: all do."""
 
+    def candidates(self) -> Mapping[str, Candidate]:
+        """The layers by their global names, in order."""
+        return self._layers
 
-class Shared(_Base):
+    def pick(self, subnet: Subnet) -> str | None:
+        """The name of the layer that the subnet uses, or None where it skips the block."""
+        return self.name
+
+    @abstractmethod
+    def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, extras: Extras) -> Activations:
+        """The expectation of the block's output under a mixture."""
+
+    def _skipped(self, activations: Activations, out: Activations, mixture: Mixture) -> Activations:
+        """The expectation over using the block, which gives ``out``, and skipping it by its condition."""
+        return out if self.condition is None else self._blend(activations, out, self.condition.probability(mixture))
+
+    def _blend(self, activations: Activations, out: Activations, probability: Tensor) -> Activations:
+        """The expectation over using the block and skipping it; exact at both ends."""
+        if [x.shape for x in activations] != [y.shape for y in out]:
+            raise SupernetError(
+                f"block '{self.name}' can be skipped, so its outputs must have the shapes of its inputs: "
+                f"{[tuple(x.shape) for x in activations]}, not {[tuple(y.shape) for y in out]}"
+            )
+        return tuple(
+            torch.lerp(x, y, probability.to(y.dtype)) if y.is_floating_point() else y
+            for x, y in zip(activations, out, strict=True)
+        )
+
+
+class Shared(Block):
     """A layer that every subnet uses: a stem, an embedding, a head.
 
     The layer is a module, or a function that makes one (then its weights depend on the run's seed and its name alone).
@@ -77,20 +99,13 @@ class Shared(_Base):
     def __init__(
         self, layer: Candidate, name: str, *, extra_inputs: Sequence[str] = (), consistency: object = None
     ) -> None:
-        super().__init__(name, None, extra_inputs, consistency)
-        self._layer = layer
-
-    def candidates(self) -> Mapping[str, Candidate]:
-        return {self.name: self._layer}
-
-    def pick(self, subnet: Subnet) -> str | None:
-        return self.name
+        super().__init__(name, None, {name: layer}, extra_inputs=extra_inputs, consistency=consistency)
 
     def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, extras: Extras) -> Activations:
         return as_activations(modules[self.name](*activations, **extras), self.name)
 
 
-class Choice(_Base):
+class Choice(Block):
     """A block of which every subnet uses one candidate; declares the choice ``name`` in the space."""
 
     def __init__(
@@ -103,16 +118,13 @@ class Choice(_Base):
         extra_inputs: Sequence[str] = (),
         consistency: object = None,
     ) -> None:
-        super().__init__(name, space, extra_inputs, consistency)
         if not candidates:
             raise SupernetError(f"choice '{name}' has no candidates: give at least one")
         self._names = {check_name(label, f"candidate of '{name}'"): f"{name}.{label}" for label in candidates}
-        self._candidates = {self._names[label]: candidate for label, candidate in candidates.items()}
-        space.categorical(name, list(candidates), when=when)
-        self.condition = None if when is None else Condition(space, when)
-
-    def candidates(self) -> Mapping[str, Candidate]:
-        return self._candidates
+        layers = {self._names[label]: candidate for label, candidate in candidates.items()}
+        super().__init__(
+            name, space, layers, options=list(candidates), when=when, extra_inputs=extra_inputs, consistency=consistency
+        )
 
     def pick(self, subnet: Subnet) -> str | None:
         # Without a value the choice is switched off by its condition (depth): the block is skipped.
@@ -132,10 +144,10 @@ class Choice(_Base):
                 parts = [x + y if y.is_floating_point() else y for x, y in zip(total, parts, strict=True)]
             total = tuple(parts)
         assert total is not None
-        return _skipped(activations, total, self.condition, mixture, self.name)
+        return self._skipped(activations, total, mixture)
 
 
-class Optional(_Base):
+class Optional(Block):
     """A block that a subnet may skip: by a condition on other choices (depth), or by a choice ``name``."""
 
     def __init__(
@@ -148,14 +160,11 @@ class Optional(_Base):
         extra_inputs: Sequence[str] = (),
         consistency: object = None,
     ) -> None:
-        super().__init__(name, space, extra_inputs, consistency)
-        self._layer = layer
         # A choice with the single option True has the condition, so that a subnet's values say which blocks it uses.
-        space.categorical(name, [False, True] if when is None else [True], when=when)
-        self.condition = None if when is None else Condition(space, when)
-
-    def candidates(self) -> Mapping[str, Candidate]:
-        return {self.name: self._layer}
+        options = [False, True] if when is None else [True]
+        super().__init__(
+            name, space, {name: layer}, options=options, when=when, extra_inputs=extra_inputs, consistency=consistency
+        )
 
     def pick(self, subnet: Subnet) -> str | None:
         return self.name if subnet.values.get(self.name) is True else None
@@ -164,11 +173,11 @@ class Optional(_Base):
         assert self.space is not None
         out = as_activations(modules[self.name](*activations, **extras), self.name)
         if len(choice_options(self.space, self.name)) == 2:  # its choice is whether to skip it
-            return _blend(activations, out, mixture[self.name][1], self.name)
-        return _skipped(activations, out, self.condition, mixture, self.name)
+            return self._blend(activations, out, mixture[self.name][1])
+        return self._skipped(activations, out, mixture)
 
 
-class Elastic(_Base):
+class Elastic(Block):
     """A block whose layer takes the subnet as the keyword ``pick`` and uses the part of its weights that it asks for.
 
     The layer is an ``elastic.Module``, or a function that makes one. With ``when``, subnets for which the condition
@@ -187,36 +196,12 @@ class Elastic(_Base):
         extra_inputs: Sequence[str] = (),
         consistency: object = None,
     ) -> None:
-        super().__init__(name, space, extra_inputs, consistency)
-        self._layer = layer
-        self.condition = None if when is None else Condition(space, when)
+        super().__init__(name, space, {name: layer}, when=when, extra_inputs=extra_inputs, consistency=consistency)
         self.shared = when is None
-
-    def candidates(self) -> Mapping[str, Candidate]:
-        return {self.name: self._layer}
 
     def pick(self, subnet: Subnet) -> str | None:
         return self.name if self.condition is None or self.condition.holds(subnet) else None
 
     def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, extras: Extras) -> Activations:
         out = as_activations(modules[self.name](*activations, **{**extras, "pick": mixture}), self.name)
-        return _skipped(activations, out, self.condition, mixture, self.name)
-
-
-def _skipped(
-    activations: Activations, out: Activations, condition: Condition | None, mixture: Mixture, name: str
-) -> Activations:
-    return out if condition is None else _blend(activations, out, condition.probability(mixture), name)
-
-
-def _blend(activations: Activations, out: Activations, probability: Tensor, name: str) -> Activations:
-    """The expectation over using the block and skipping it; exact at both ends."""
-    if [x.shape for x in activations] != [y.shape for y in out]:
-        raise SupernetError(
-            f"block '{name}' can be skipped, so its outputs must have the shapes of its inputs: "
-            f"{[tuple(x.shape) for x in activations]}, not {[tuple(y.shape) for y in out]}"
-        )
-    return tuple(
-        torch.lerp(x, y, probability.to(y.dtype)) if y.is_floating_point() else y
-        for x, y in zip(activations, out, strict=True)
-    )
+        return self._skipped(activations, out, mixture)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from weft.elastic import Mixture
 from weft.elastic.module import takes_pick
-from weft.errors import SpaceError, SupernetError, WeftError, nearest
+from weft.errors import SpaceError, SupernetError, nearest
 from weft.space import Choice as SpaceChoice
 from weft.space import Space, Subnet, Value
 from weft.supernet.blocks import Block
@@ -71,24 +71,9 @@ class Chain(nn.Module):
                     block.is_architecture,
                     block.forward_fn,
                 )
-                self._register(name, as_module(candidate, name))
+                _set_module(self, name, as_module(candidate, name))
         self.ties = make_ties(tie, self.layers)
         _check_layers(self)
-
-    def _register(self, name: str, module: nn.Module) -> None:
-        block, _, label = name.partition(".")
-        parent: nn.Module = self
-        if label:
-            if block not in self._modules:
-                self._add(self, block, nn.Module())
-            parent = self.get_submodule(block)
-        self._add(parent, label or block, module)
-
-    def _add(self, parent: nn.Module, name: str, module: nn.Module) -> None:
-        try:
-            parent.add_module(name, module)
-        except KeyError:
-            raise SupernetError(f"'{name}' is taken by an attribute of nn.Module: choose another name") from None
 
     def module(self, layer: str | Layer) -> nn.Module:
         """The module of a layer."""
@@ -127,13 +112,19 @@ class Chain(nn.Module):
         activations = self.enter(inputs) if isinstance(inputs, Mapping) else as_activations(inputs, "the chain's input")
         if isinstance(subnet, Mixture):
             for block in self.blocks:
-                modules = {name: self.module(name) for name in block.candidates()}
-                extras = extra_inputs(self.layers[next(iter(modules))], batch, subnet)
-                activations = block.mixed(modules, activations, subnet, extras)
+                activations = self.run_mixed(block, batch, activations, subnet)
             return activations[0] if len(activations) == 1 else activations
         for layer in self.route(subnet):
             activations = run_layer(layer, self.module(layer), activations, extra_inputs(layer, batch, subnet))
         return activations[0] if len(activations) == 1 else activations
+
+    def run_mixed(
+        self, block: Block, batch: Mapping[str, Tensor], activations: Activations, mixture: Mixture
+    ) -> Activations:
+        """The expectation of a block's output under a mixture."""
+        modules = {name: self.module(name) for name in block.candidates()}
+        extras = extra_inputs(self.layers[next(iter(modules))], batch, mixture)
+        return block.mixed(modules, activations, mixture, extras)
 
     def largest(self) -> Subnet:
         """The subnet with the most parameters in every choice block; other choices at their last option.
@@ -188,13 +179,12 @@ def initialise(
     part.
     """
     if not isinstance(net, Chain):
-        with torch_seeded(seed, "build"):
-            net = _call_factory(net)
+        net = _call_seeded(net, seed)
     built = list(net.layers if only is None else only)
     for name in built:
         if name not in net.layers:
             raise SupernetError(f"no layer is named '{name}'{nearest(name, net.layers)}")
-        _replace(net, name, build_layer(net.module(name), name, seed, torch.device(device)))
+        _set_module(net, name, build_layer(net.module(name), name, seed, torch.device(device)))
     copy_tied_weights(net, seed, built)
     _check_layers(net)
     return net
@@ -213,16 +203,9 @@ def build_on_meta(net: Chain | Factory) -> Chain:
             memo[id(tensor)] = nn.Parameter(shape, requires_grad=tensor.requires_grad) if is_parameter else shape
         chain = copy.deepcopy(net, memo)
     else:
-        try:
-            with shapes_only():
-                chain = _call_factory(net)
-        except WeftError:
-            raise
-        except Exception:  # it reads values, or it fails on any device: then this says why
-            with torch_seeded(0, "build"):
-                chain = _call_factory(net)
+        chain = shapes_only(lambda: _call_factory(net), lambda: _call_seeded(net, 0))
     for name in chain.layers:
-        _replace(chain, name, build_layer_on_meta(chain.module(name), name))
+        _set_module(chain, name, build_layer_on_meta(chain.module(name), name))
     return chain
 
 
@@ -233,10 +216,22 @@ def _call_factory(factory: Factory) -> Chain:
     return chain
 
 
-def _replace(chain: Chain, name: str, module: nn.Module) -> None:
+def _call_seeded(factory: Factory, seed: int) -> Chain:
+    with torch_seeded(seed, "build"):
+        return _call_factory(factory)
+
+
+def _set_module(chain: Chain, name: str, module: nn.Module) -> None:
     block, _, label = name.rpartition(".")
-    parent = chain.get_submodule(block) if block else chain
-    parent.add_module(label, module)
+    parent: nn.Module = chain
+    try:
+        if block:
+            if block not in chain._modules:
+                chain.add_module(block, nn.Module())
+            parent = chain.get_submodule(block)
+        parent.add_module(label, module)
+    except KeyError as error:
+        raise SupernetError(f"layer '{name}': {error.args[0]} in nn.Module, so choose another name") from None
 
 
 def _common_space(blocks: Sequence[Block]) -> Space:

@@ -26,7 +26,6 @@ from weft.utils.files import replacing_files, to_json
 from weft.utils.imports import installed_version
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch.export import ExportedProgram
 
 FILES = MappingProxyType({"safetensors": "model.safetensors", "torch": "model.pt2", "onnx": "model.onnx"})
@@ -59,7 +58,7 @@ def export(
     if isinstance(inputs, Tensor) or not inputs or not all(isinstance(value, Tensor) for value in inputs):
         raise SupernetError("export() takes a tuple of example tensors, one for each input of the module: (images,)")
     folder = Path(folder)
-    with _export_mode(), _quiet():
+    with _export_mode():
         try:
             plain = copy.deepcopy(module).cpu().eval()
             example = tuple(value.detach().cpu().clone() for value in inputs)
@@ -98,17 +97,15 @@ def _check_formats(formats: Sequence[str]) -> tuple[str, ...]:
     return formats
 
 
-def _check_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _check_metadata(metadata: Mapping[str, Any]) -> Any:
     """The metadata in the types of JSON."""
     taken = sorted(set(KEYS) & set(metadata))
     if taken:
         raise SupernetError(f"the key '{taken[0]}' of {ABOUT} is written by export() itself: choose another one")
     try:
-        text = json.dumps(dict(metadata), sort_keys=True, allow_nan=False, default=_as_json)
+        return json.loads(json.dumps(dict(metadata), allow_nan=False, default=_as_json))
     except (TypeError, ValueError, WeftError) as error:
         raise SupernetError(f"the metadata cannot be written to {ABOUT}: {_reason(error)}") from error
-    values: dict[str, Any] = json.loads(text)
-    return values
 
 
 def _as_json(value: Any) -> Any:
@@ -138,28 +135,27 @@ def _output_names(count: int) -> list[str]:
 
 @contextmanager
 def _export_mode() -> Iterator[None]:
-    """Within the block, modules compute what an exported program contains, whatever the mode of the caller."""
+    """Within the block, modules compute what an exported program contains, whatever the mode of the caller.
+
+    Drops warnings, what is logged below an error, and what exporters print.
+    """
     # nn.MultiheadAttention has a fused path for evaluation, of other rounding, that no exported program contains.
-    fast = torch.backends.mha.get_fastpath_enabled()
+    fast, disabled = torch.backends.mha.get_fastpath_enabled(), logging.root.manager.disable
     torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Within the block, drops warnings, what is logged below an error, and what exporters print."""
-    disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # torch.export prints graphs that it refuses
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+            warnings.catch_warnings(),
+            redirect_stderr(io.StringIO()),  # torch.export prints graphs that it refuses
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(disabled)
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def _reason(error: BaseException) -> str:
@@ -347,23 +343,18 @@ def _write_onnx(exported: _Exported, path: Path) -> None:
     for case in exported.cases:
         results = session.run(outputs, {name: value.numpy() for name, value in zip(names, case, strict=True)})
         for name, one, other in zip(outputs, results, _outputs(exported.module, case), strict=True):
-            _check_near(name, one, other.numpy())
+            _check_near(name, torch.from_numpy(one), other)
 
 
-def _check_near(name: str, result: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> None:
+def _check_near(name: str, result: Tensor, expected: Tensor) -> None:
     """Within 1e-4 of each element and 1e-5 of the largest, or a few roundings; whole numbers must be equal."""
-    import numpy as np
-
-    if result.shape != expected.shape or result.dtype != expected.dtype:
-        raise SupernetError(
-            f"{name} is {result.dtype}{result.shape}, that of the module {expected.dtype}{expected.shape}"
-        )
-    if not np.issubdtype(expected.dtype, np.inexact):
-        near = np.array_equal(result, expected)
-    else:
-        scale = np.abs(expected, where=np.isfinite(expected), out=np.zeros_like(expected)).max(initial=0.0)
-        rounding = 4 * float(np.finfo(expected.dtype).eps)
-        atol = max(1e-5, rounding) * (float(scale) or 1.0)
-        near = np.allclose(result, expected, rtol=max(1e-4, rounding), atol=atol, equal_nan=True)
-    if not near:
-        raise SupernetError(f"{name} as computed by onnxruntime differs from that of the module")
+    rtol = atol = 0.0
+    if expected.is_floating_point() or expected.is_complex():
+        rounding = 4 * torch.finfo(expected.dtype).eps
+        largest = float(expected[expected.isfinite()].abs().max()) if expected.isfinite().any() else 0.0
+        rtol, atol = max(1e-4, rounding), max(1e-5, rounding) * (largest or 1.0)
+    try:
+        torch.testing.assert_close(result, expected, rtol=rtol, atol=atol, equal_nan=True)
+    except AssertionError as error:
+        why = " ".join(str(error).split())
+        raise SupernetError(f"{name} as computed by onnxruntime differs from that of the module: {why}") from None

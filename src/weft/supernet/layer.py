@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,8 @@ Candidate = nn.Module | Callable[[], nn.Module]
 
 ForwardFn = Callable[[nn.Module, Activations, Mapping[str, Any]], Any]
 """Runs a module on activations, with its extra inputs."""
+
+T = TypeVar("T")
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
@@ -92,11 +93,11 @@ def build_layer(module: nn.Module, name: str, seed: int, device: torch.device) -
     for label, part in list(module.named_children()):
         if isinstance(part, LazyLayer):
             module.add_module(label, build_layer(part, f"{name}.{label}", seed, device))
-    if any(tensor.is_meta for tensor in _tensors(module)):
-        tensors = len(list(_tensors(module)))
+    tensors = _tensors(module)
+    if any(tensor.is_meta for tensor in tensors):
         with torch_seeded(seed, "init", name), torch.no_grad():
             _materialise(module, name)
-        if len(list(_tensors(module))) != tensors:
+        if len(_tensors(module)) != len(tensors):
             raise SupernetError(
                 f"layer '{name}' has tied weights on the meta device, which torch would untie: give it as a factory"
             )
@@ -117,21 +118,24 @@ def build_layer_on_meta(module: nn.Module, name: str) -> nn.Module:
     memory until its tensors are on the meta device too.
     """
     if isinstance(module, LazyLayer):
-        try:
-            with shapes_only():
-                module = _call_factory(module, name)
-        except WeftError:
-            raise
-        except Exception:  # it reads values, or it fails on any device: then build_layer says why
-            module = build_layer(module, name, 0, torch.device("cpu"))
+        lazy = module
+        cpu = torch.device("cpu")
+        module = shapes_only(lambda: _call_factory(lazy, name), lambda: build_layer(lazy, name, 0, cpu))
     return module.to("meta")
 
 
-@contextmanager
-def shapes_only() -> Iterator[None]:
-    """Within the block, new tensors are on the meta device and torch.nn.init does nothing."""
-    with torch.device("meta"), _NothingDrawn():
-        yield
+def shapes_only(make: Callable[[], T], make_with_values: Callable[[], T]) -> T:
+    """Calls the first function, in which new tensors are on the meta device and torch.nn.init does nothing.
+
+    Where that fails, since it reads values or on any device, calls the second.
+    """
+    try:
+        with torch.device("meta"), _NothingDrawn():
+            return make()
+    except WeftError:
+        raise
+    except Exception:
+        return make_with_values()
 
 
 class _NothingDrawn(TorchFunctionMode):
@@ -143,14 +147,14 @@ class _NothingDrawn(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
+def _tensors(module: nn.Module, recurse: bool = True) -> list[Tensor]:
+    return [*module.parameters(recurse), *module.buffers(recurse)]
 
 
 def _materialise(part: nn.Module, path: str) -> None:
-    all_meta = all(tensor.is_meta for tensor in _tensors(part)) and any(True for _ in _tensors(part))
-    has_meta = any(tensor.is_meta for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)))
+    tensors = _tensors(part)
+    all_meta = bool(tensors) and all(tensor.is_meta for tensor in tensors)
+    has_meta = any(tensor.is_meta for tensor in _tensors(part, recurse=False))
     if has_meta:
         part.to_empty(device=torch.device("cpu"), recurse=False)
     # Parts first, in their order: a constructor makes its parts and then has the last word, as torch's attention has.
@@ -224,36 +228,31 @@ class _Boundary(torch.autograd.Function):
         return gradients
 
 
-class _Entry(torch.autograd.Function):
+class _Entry(_Boundary):
     # An alias and not a view: a layer may work on what it gets in place, as nn.ReLU(inplace=True) does.
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         return tuple(tensor.data for tensor in tensors)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        return gradients
-
 
 def detached_entry(leaves: Activations) -> Activations:
     """The leaves as a layer behind a cut may use them; their gradients are summed as at any border."""
-    places = [index for index, tensor in enumerate(leaves) if tensor.requires_grad]
-    results = list(leaves)
-    if places:
-        aliases = _Entry.apply(*(leaves[index] for index in places))  # type: ignore[no-untyped-call]
-        for index, tensor in zip(places, aliases, strict=True):
-            results[index] = tensor
-    return tuple(results)
+    return _apply(_Entry, leaves, 1)
 
 
 def grad_barrier(activations: Activations) -> Activations:
     """The same tensors behind a border. A single tensor that needs a gradient is a border by itself."""
+    return _apply(_Boundary, activations, 2)
+
+
+def _apply(border: type[_Boundary], activations: Activations, fewest: int) -> Activations:
+    """The activations, those that require gradients behind the border; unchanged where fewer than ``fewest`` do."""
     places = [index for index, tensor in enumerate(activations) if tensor.requires_grad]
-    if len(places) < 2:
+    if len(places) < fewest:
         return activations
     results = list(activations)
-    barred = _Boundary.apply(*(activations[index] for index in places))  # type: ignore[no-untyped-call]
-    for index, tensor in zip(places, barred, strict=True):
+    behind = border.apply(*(activations[index] for index in places))  # type: ignore[no-untyped-call]
+    for index, tensor in zip(places, behind, strict=True):
         results[index] = tensor
     return tuple(results)

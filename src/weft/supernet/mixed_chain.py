@@ -7,7 +7,6 @@ the first block that reads it, and its probabilities reach all the others, on wh
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,10 +22,7 @@ from weft.supernet.blocks import Block, Choice, Extras, Modules
 from weft.supernet.chain import Chain, Factory
 from weft.supernet.layer import (
     Activations,
-    Candidate,
-    ForwardFn,
     LazyLayer,
-    as_module,
     build_layer_on_meta,
     extra_inputs,
     run_layer,
@@ -54,18 +50,16 @@ class Architecture(nn.Module):
         """Gives all options the same probability."""
         nn.init.zeros_(self.alpha)
 
-    def probabilities(self, progress: Tensor | None = None) -> Tensor:
-        parts = [self._relax(part, self.training, progress) for part in torch.split(self.alpha, self.counts)]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+    def probabilities(self, training: bool, progress: Tensor | None = None) -> list[Tensor]:
+        """Those of each choice."""
+        return [self._relax(part, training, progress) for part in torch.split(self.alpha, self.counts)]
 
     def forward(self, *activations: Tensor, **extras: Tensor) -> Activations:
         progress = extras[PROGRESS][0] if PROGRESS in extras else None
-        probabilities = self.probabilities(progress)
-        return (
-            (*activations, probabilities)
-            if self._begins
-            else (*activations[:-1], torch.cat([activations[-1], probabilities]))
-        )
+        own = self.probabilities(self.training, progress)
+        if self._begins:
+            return (*activations, torch.cat(own))
+        return (*activations[:-1], torch.cat([activations[-1], *own]))
 
 
 class MixedChain(Chain):
@@ -84,10 +78,7 @@ class MixedChain(Chain):
             for layer, names in self.held.items():
                 module = self.module(layer)
                 assert isinstance(module, Architecture)
-                was, module.training = module.training, False
-                parts = torch.split(module.probabilities(), module.counts)
-                module.training = was
-                probabilities |= dict(zip(names, parts, strict=True))
+                probabilities |= dict(zip(names, module.probabilities(training=False), strict=True))
         return Mixture.unchecked(self.space, {name: probabilities[name] for name in self.space.choices})
 
 
@@ -130,10 +121,9 @@ def _read_by(block: Block, chain: Chain) -> set[str]:
     """The choices that a block reads."""
     if block.space is None:
         return set()
-    names_read: set[str] = set()
-    if block.name in chain.space.choices:
-        names_read.add(block.name)
-    names_read |= set(getattr(getattr(block, "condition", None), "names", ()))
+    names_read = {block.name} & chain.space.choices.keys()
+    if block.condition is not None:
+        names_read |= set(block.condition.names)
     for part in parts(block, chain):
         if isinstance(part, Module):
             names_read |= set(part.reads)
@@ -147,15 +137,10 @@ def parts(block: Block, chain: Chain) -> Iterator[nn.Module]:
         yield from (build_layer_on_meta(module, name) if isinstance(module, LazyLayer) else module).modules()
 
 
-class _Always:
+class _Always(Block):
     """The base of both kinds of blocks: every micro-batch uses their one layer."""
 
-    elastic = False
     shared = True
-    name: str
-
-    def pick(self, subnet: Subnet) -> str | None:
-        return self.name
 
     def mixed(self, modules: Modules, activations: Activations, mixture: Mixture, extras: Extras) -> Activations:
         raise SupernetError("this chain is a mixture already: give it a batch and any subnet")
@@ -163,41 +148,27 @@ class _Always:
 
 class _ArchitectureBlock(_Always):
     is_architecture = True
-    consistency: str | None = None
-    forward_fn: ForwardFn | None = None
-    space: Space | None
 
     def __init__(
         self, space: Space, name: str, names: Sequence[str], relax: Relax, begins: bool, extra_inputs: Sequence[str]
     ) -> None:
-        self.name, self.space, self.extra_inputs = name, space, tuple(extra_inputs)
-        self._make = partial(Architecture, [len(choice_options(space, n)) for n in names], relax, begins)
-
-    def candidates(self) -> Mapping[str, Candidate]:
-        return {self.name: self._make}
+        make = partial(Architecture, [len(choice_options(space, n)) for n in names], relax, begins)
+        super().__init__(name, space, {name: make}, extra_inputs=extra_inputs)
 
 
 class _MixedBlock(_Always):
-    is_architecture = False
-    forward_fn: ForwardFn | None
-    space: Space | None
-
     def __init__(self, block: Block, chain: Chain, space: Space, known: tuple[str, ...]) -> None:
         self._block, self._space, self._known = block, space, known
-        self.name, self.extra_inputs, self.consistency = block.name, block.extra_inputs, block.consistency
-        self.space = space
         names = list(block.candidates())
         if names == [block.name]:
-            self._module = chain.module(block.name)
+            module = chain.module(block.name)
         else:
-            self._module = nn.Module()
+            module = nn.Module()
             for name in names:
-                self._module.add_module(name.partition(".")[2], as_module(chain.module(name), name))
+                module.add_module(name.partition(".")[2], chain.module(name))
+        layers = {block.name: module.factory if isinstance(module, LazyLayer) else module}
+        super().__init__(block.name, space, layers, extra_inputs=block.extra_inputs, consistency=block.consistency)
         self.forward_fn = self._run
-
-    def candidates(self) -> Mapping[str, Candidate]:
-        module = self._module
-        return {self.name: module.factory if isinstance(module, LazyLayer) else module}
 
     def _run(self, module: nn.Module, activations: Activations, extras: Mapping[str, Any]) -> Activations:
         if isinstance(self._block, Choice):
@@ -227,7 +198,7 @@ def find_mixture_mismatch(
     lies at the end for the largest size lies elsewhere for a smaller one.
     """
     rng = generator("faithful", chain.space.id)
-    some = [chain.space.first(), *itertools.islice(iter(lambda: chain.space.sample(rng), None), subnets - 1)]
+    some = [chain.space.first(), *(chain.space.sample(rng) for _ in range(subnets - 1))]
     was = chain.training
     chain.eval()
     try:
@@ -242,9 +213,7 @@ def _off(chain: Chain, batch: Mapping[str, Tensor], subnet: Subnet) -> tuple[str
     alone = together = chain.enter(batch)
     route = {layer.block: layer for layer in chain.route(subnet)}
     for index, block in enumerate(chain.blocks):
-        modules = {name: chain.module(name) for name in block.candidates()}
-        extras = extra_inputs(chain.layers[next(iter(modules))], batch, certain)
-        together = block.mixed(modules, together, certain, extras)
+        together = chain.run_mixed(block, batch, together, certain)
         if index in route:
             layer = route[index]
             alone = run_layer(layer, chain.module(layer), alone, extra_inputs(layer, batch, subnet))

@@ -47,12 +47,7 @@ def stage_of(cut: Cut, blocks: int) -> list[int]:
         raise ConsistencyError(
             f"the cut {cut} of {blocks} blocks must rise from 1 to at most {blocks - 1}: no stage may be empty"
         )
-    stage = 0
-    stages = []
-    for block in range(blocks):
-        stage += block in cut
-        stages.append(stage)
-    return stages
+    return [sum(first <= block for first in cut) for block in range(blocks)]
 
 
 def check_cut(cut: Sequence[int], stages: int, blocks: int) -> Cut:

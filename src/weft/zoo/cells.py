@@ -6,11 +6,11 @@ Liu, Simonyan and Yang, "DARTS: Differentiable Architecture Search", ICLR 2019; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial, reduce
 from functools import partial as bound
 from itertools import combinations
-from operator import add
+from operator import add, or_
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from weft.elastic import Condition, Conv2d, Dim, Mixture, Module, Pick, Sequenti
 from weft.errors import SupernetError
 from weft.space import Expr, Space
 from weft.supernet import Chain, Elastic, Shared
+from weft.zoo.layers import conv_norm, pooled_linear
 
 DARTS_OPERATIONS = (
     "skip_connect",
@@ -65,7 +66,7 @@ def darts(
     if partial is not None and (partial < 1 or channels % (2 * partial)):
         raise SupernetError(f"partial={partial} needs channels that are a multiple of {2 * partial}, not {channels}")
     stem = 3 * channels
-    blocks: list[Shared | Elastic] = [Shared(bound(_stem, stem), "stem")]
+    blocks: list[Shared | Elastic] = [Shared(bound(conv_norm, 3, stem, 3, relu=False), "stem")]
     before, last, width, reduced = stem, stem, channels, False
     for index in range(cells):
         reduces = index in (cells // 3, 2 * cells // 3) and index > 0
@@ -75,7 +76,7 @@ def darts(
         made = bound(DartsCell, space, kind, shape, conditions[kind], partial, entangled, affine)
         blocks.append(Elastic(space, f"cell{index}", made))
         before, last, reduced = last, NODES * width, reduces
-    return Chain(*blocks, Shared(bound(_head, last, classes), "head"))
+    return Chain(*blocks, Shared(bound(pooled_linear, last, classes), "head"))
 
 
 class DartsCell(Module):
@@ -97,7 +98,7 @@ class DartsCell(Module):
         self.enter0 = Halved(before, width, affine) if reduced else relu_conv_norm(before, width, affine=affine)
         self.enter1 = relu_conv_norm(last, width, affine=affine)
         edges = {}
-        for source, target in _darts_edges():
+        for source, target in _edges(2, NODES):
             stride = 2 if kind == "reduce" and source < 2 else 1
             choice = space.handle(f"{kind}_{source}_{target}")
             modules = _operations(space, choice, width // (partial or 1), stride, entangled, affine)
@@ -142,21 +143,10 @@ def _choices(space: Space, kind: str, all_edges: bool) -> dict[Nodes, Condition]
             if inputs is None:
                 space.categorical(name, ("none", *DARTS_OPERATIONS) if all_edges else DARTS_OPERATIONS)
             else:
-                there = _any([inputs == pair for pair in pairs if str(source) in pair.split("-")])
+                there = reduce(or_, [inputs == pair for pair in pairs if str(source) in pair.split("-")])
                 conditions[source, target] = Condition(space, there)
                 space.categorical(name, DARTS_OPERATIONS, when=there)
     return conditions
-
-
-def _any(terms: Sequence[Expr]) -> Expr:
-    found = terms[0]
-    for term in terms[1:]:
-        found = found | term
-    return found
-
-
-def _darts_edges() -> list[Nodes]:
-    return [(source, target) for target in range(2, 2 + NODES) for source in range(target)]
 
 
 def _operations(
@@ -173,14 +163,6 @@ def _operations(
     }
     name = str(choice)
     return {"none": Zero(stride), **found} if "none" in (space.choices[name].options or ()) else found
-
-
-def _stem(width: int) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width))
-
-
-def _head(width: int, classes: int) -> nn.Module:
-    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes))
 
 
 # Cells: small graphs whose edges are choices between operations, and the toy space that is made of two kinds of them.

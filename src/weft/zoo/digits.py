@@ -8,7 +8,7 @@ from torch import nn
 
 from weft.space import Space
 from weft.supernet import Chain, Choice, Shared
-from weft.zoo.layers import Residual, conv_norm
+from weft.zoo.layers import Residual, conv_norm, pooled_linear
 
 
 def digits_conv(blocks: int = 6, width: int = 16, classes: int = 10) -> Chain:
@@ -21,7 +21,7 @@ def digits_conv(blocks: int = 6, width: int = 16, classes: int = 10) -> Chain:
         if index == half:
             chain.append(Shared(partial(conv_norm, width, 2 * width, 3, 2), "reduce"))
         chain.append(Choice(space, f"block{index}", _candidates(width if index < half else 2 * width)))
-    return Chain(*chain, Shared(partial(_head, 2 * width, classes), "head"))
+    return Chain(*chain, Shared(partial(pooled_linear, 2 * width, classes), "head"))
 
 
 def digits_mlp(blocks: int = 4, width: int = 64, classes: int = 10) -> Chain:
@@ -49,10 +49,6 @@ def _separable(width: int, kernel: int) -> nn.Module:
 
 def _convolution(width: int, kernel: int) -> nn.Module:
     return Residual(conv_norm(width, width, kernel))
-
-
-def _head(width: int, classes: int) -> nn.Module:
-    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes))
 
 
 def _flat(width: int) -> nn.Module:

@@ -16,6 +16,11 @@ def conv_norm(
     return nn.Sequential(*layers, nn.ReLU()) if relu else nn.Sequential(*layers)
 
 
+def pooled_linear(channels: int, classes: int) -> nn.Sequential:
+    """The mean over height and width, and a score for each class."""
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+
 class Residual(nn.Module):
     """The input plus what the body makes of it."""
 

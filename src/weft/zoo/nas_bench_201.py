@@ -15,6 +15,7 @@ from weft.errors import SpaceError
 from weft.space import Space, Subnet
 from weft.supernet import Chain, Elastic, Shared
 from weft.zoo.cells import Edges, relu_conv_norm
+from weft.zoo.layers import conv_norm, pooled_linear
 
 NB201_OPERATIONS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 """In the order of the digits of a key in the published table."""
@@ -33,9 +34,7 @@ def nas_bench_201(cells: int = 5, channels: int = 16, classes: int = 10, entangl
     space = Space()
     for source, target in _EDGES:
         space.categorical(f"edge{source}{target}", _BY_SIZE)
-    blocks: list[Shared | Elastic] = [
-        Shared(partial(_stem, channels), "stem"),
-    ]
+    blocks: list[Shared | Elastic] = [Shared(partial(conv_norm, 3, channels, 3, relu=False), "stem")]
     for stage in range(3):
         width = channels << stage
         if stage:
@@ -105,10 +104,5 @@ def _edge(space: Space, name: str, width: int, entangled: bool) -> Switch:
     return Switch(space, name, modules)
 
 
-def _stem(channels: int) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels))
-
-
 def _head(width: int, classes: int) -> nn.Module:
-    pooled = (nn.BatchNorm2d(width), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    return nn.Sequential(*pooled, nn.Linear(width, classes))
+    return nn.Sequential(nn.BatchNorm2d(width), nn.ReLU(), *pooled_linear(width, classes))

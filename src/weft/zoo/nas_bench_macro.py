@@ -15,7 +15,7 @@ from weft.elastic import Switch
 from weft.errors import SpaceError
 from weft.space import Space, Subnet
 from weft.supernet import Chain, Choice, Elastic, Shared
-from weft.zoo.layers import conv_norm, inverted_residual
+from weft.zoo.layers import conv_norm, inverted_residual, pooled_linear
 from weft.zoo.mobilenet import InvertedResidual
 
 CANDIDATES = ("identity", "k3e3", "k5e6")
@@ -97,4 +97,4 @@ def _identity(inputs: int, outputs: int, stride: int) -> nn.Module:
 
 
 def _head(channels: int, classes: int) -> nn.Module:
-    return nn.Sequential(conv_norm(channels, 1280, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1280, classes))
+    return nn.Sequential(conv_norm(channels, 1280, 1), *pooled_linear(1280, classes))

@@ -138,6 +138,12 @@ def fill(module: Any, **tensors: Tensor | None) -> None:
             setattr(module, name, nn.Parameter(copied, tensor.requires_grad))
 
 
+def copy_weights(*pairs: tuple[Any, Any]) -> None:
+    """Gives the first module of each pair copies of the weight and, where it has one, the bias of the second."""
+    for module, source in pairs:
+        fill(module, **{name: getattr(source, name) for name in ("weight", "bias") if hasattr(source, name)})
+
+
 def activation(name: str, own: nn.Module) -> Callable[[], nn.Module]:
     """How to make the model's activation: one of torch's with the same bits where there is one, else a copy."""
     known: dict[str, Callable[[], nn.Module]] = {
@@ -207,18 +213,15 @@ def gpt2(model: Any, request: ElasticSizes) -> Chain:
     fill(first.token, weight=body.wte.weight)
     fill(first.place, weight=body.wpe.weight)
     for made, block in zip(layers, body.h, strict=True):
-        pairs = [
+        copy_weights(
             (made.norm1, block.ln_1),
             (made.attention.qkv, block.attn.c_attn),
             (made.attention.out, block.attn.c_proj),
             (made.norm2, block.ln_2),
             (made.mlp.up, block.mlp.c_fc),
             (made.mlp.down, block.mlp.c_proj),
-        ]
-        for part, source in pairs:
-            fill(part, weight=source.weight, bias=source.bias)
-    fill(head.norm, weight=body.ln_f.weight, bias=body.ln_f.bias)
-    fill(head.linear, weight=model.lm_head.weight)
+        )
+    copy_weights((head.norm, body.ln_f), (head.linear, model.lm_head))
     return request.chain(first, layers, head)
 
 
@@ -265,10 +268,10 @@ def llama(model: Any, request: ElasticSizes) -> Chain:
         head = Head(space, width, config.vocab_size, norm=norm, bias=False)
     fill(first.token, weight=body.embed_tokens.weight)
     for made, block in zip(layers, body.layers, strict=True):
-        fill(made.norm1, weight=block.input_layernorm.weight)
-        fill(made.norm2, weight=block.post_attention_layernorm.weight)
         source, mlp = block.self_attn, block.mlp
-        pairs = [
+        copy_weights(
+            (made.norm1, block.input_layernorm),
+            (made.norm2, block.post_attention_layernorm),
             (made.attention.q, source.q_proj),
             (made.attention.k, source.k_proj),
             (made.attention.v, source.v_proj),
@@ -276,11 +279,8 @@ def llama(model: Any, request: ElasticSizes) -> Chain:
             (made.mlp.gate, mlp.gate_proj),
             (made.mlp.up, mlp.up_proj),
             (made.mlp.down, mlp.down_proj),
-        ]
-        for part, linear in pairs:
-            fill(part, weight=linear.weight, bias=linear.bias)
-    fill(head.norm, weight=body.norm.weight)
-    fill(head.linear, weight=model.lm_head.weight)
+        )
+    copy_weights((head.norm, body.norm), (head.linear, model.lm_head))
     return request.chain(first, layers, head)
 
 
@@ -312,11 +312,11 @@ def vit(model: Any, request: ElasticSizes) -> Chain:
             layers.append(TransformerBlock(space, width, attention, mlp, norm, drop))
         head = Head(space, width, config.num_labels, "first", norm)
     source = body.embeddings
-    fill(first.patches, weight=source.patch_embeddings.projection.weight, bias=source.patch_embeddings.projection.bias)
+    copy_weights((first.patches, source.patch_embeddings.projection))
     fill(first.first, weight=source.cls_token[0])
     fill(first.place, weight=source.position_embeddings[0])
     for made, block in zip(layers, body.layers, strict=True):
-        pairs = [
+        copy_weights(
             (made.norm1, block.layernorm_before),
             (made.attention.q, block.attention.q_proj),
             (made.attention.k, block.attention.k_proj),
@@ -325,9 +325,6 @@ def vit(model: Any, request: ElasticSizes) -> Chain:
             (made.norm2, block.layernorm_after),
             (made.mlp.up, block.mlp.fc1),
             (made.mlp.down, block.mlp.fc2),
-        ]
-        for part, own in pairs:
-            fill(part, weight=own.weight, bias=own.bias)
-    fill(head.norm, weight=body.layernorm.weight, bias=body.layernorm.bias)
-    fill(head.linear, weight=model.classifier.weight, bias=model.classifier.bias)
+        )
+    copy_weights((head.norm, body.layernorm), (head.linear, model.classifier))
     return request.chain(first, layers, head)

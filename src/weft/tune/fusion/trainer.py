@@ -32,17 +32,18 @@ from weft.tune.jobs import Fit
 from weft.tune.recipe import TrialConfig
 from weft.tune.training.checkpoint import TrialCheckpoint, load_latest, save
 from weft.tune.training.cuda_graphs import Gradients, GraphedStep, can_capture, make_recorder
+from weft.tune.training.evaluation import scores as objective_scores
 from weft.tune.training.loss_check import require_mean_loss
-from weft.tune.training.memory_limit import MemoryLimit, OutOfMemory
+from weft.tune.training.memory_limit import MemoryLimit
 from weft.tune.training.trainer import (
     FAKE,
     Pruned,
     Result,
     is_fake,
     refuse_batch_norms,
+    run_limited,
     train,
     train_and_validation,
-    training_on,
 )
 
 log = logging.getLogger("weft.tune")
@@ -73,30 +74,20 @@ def train_fused(
     Trials that turn out not to run together on this device are trained one after another. Raises OutOfMemory for all
     that have not ended.
     """
-    device = torch.device(device)
-    limit = MemoryLimit(device, memory)
-    device = limit.device
-    failure, exceeded, fused = "", None, None
-    try:
-        with training_on(device, configs[0]), limit:
-            fused = FusedTrainer(configs, fit, device, directories, limit, report, ended)
-            fused.run()
+    limit = MemoryLimit(torch.device(device), memory)
+
+    def fuse() -> tuple[str, list[int]]:
+        """Why trials do not run together, and which are left."""
+        trainer = FusedTrainer(configs, fit, limit, directories, report, ended)
+        try:
+            trainer.run()
+        except CannotFuse as problem:
+            return str(problem), trainer.alive
+        return "", []
+
+    failure, left = run_limited(limit, fuse, configs[0].cuda_graphs)
+    if not left:
         return
-    except CannotFuse as problem:
-        failure = str(problem)
-    except Exception as problem:
-        exceeded = limit.exceeded(problem)
-        if exceeded is None and not isinstance(problem, TuneError) and is_fake(problem):
-            raise TuneError(FAKE) from problem
-        if exceeded is None:
-            raise
-    finally:
-        limit.release()
-    if exceeded is not None or fused is None:
-        assert exceeded is not None
-        # Raised out here, where the frames of the failure, and with them its tensors, are gone.
-        raise OutOfMemory(exceeded.needed, exceeded.limit)
-    left, fused = fused.alive, None
     log.warning("%d trials train one after another, since they cannot together: %s", len(left), failure)
     for trial in left:
         try:
@@ -115,9 +106,8 @@ class FusedTrainer:
         self,
         configs: Sequence[TrialConfig],
         fit: Fit | None,
-        device: torch.device,
-        directories: Sequence[Path],
         limit: MemoryLimit,
+        directories: Sequence[Path],
         report: Report,
         ended: End,
     ) -> None:
@@ -128,7 +118,8 @@ class FusedTrainer:
             raise TuneError(
                 f"trials that fit by '{fit.strategy}' alone are not fused: fused trials keep all activations"
             )
-        self._configs, self._device, self._limit, self._report, self._ended = configs, device, limit, report, ended
+        self._configs, self._limit, self._report, self._ended = configs, limit, report, ended
+        self._device = device = limit.device
         self._directories = [directory / "checkpoints" for directory in directories]
         self._began = time.perf_counter()
         self._common = common = configs[0]
@@ -266,7 +257,7 @@ class FusedTrainer:
 
     def _objectives(self) -> list[tuple[float, ...]]:
         common, model = self._common, self._model
-        scores = self._forward.scores(len(self.alive))
+        scores = [objective_scores(common) for _ in self.alive]
         loader = Loader(self._validation, self._micro, 0, shuffle=False, device=self._device)
         with torch.no_grad(), closing(loader.all()) as batches:
             for batch in batches:

@@ -13,7 +13,6 @@ from torch.func import functional_call, vmap
 from weft.data import Batch
 from weft.errors import TuneError
 from weft.nn.state import ModuleState, weight_norm_attributes
-from weft.trainer.evaluate import Scores
 from weft.tune.fusion.dropout import DropoutCall, apply_masks, record_calls
 from weft.tune.recipe import TrialConfig
 from weft.utils.rng import host
@@ -81,12 +80,6 @@ class BatchedForward:
         shared = dict.fromkeys(batch)
         with torch.no_grad(), apply_masks(()), _plain_attention():
             return self._map(self._forward, (0, 0, shared))(trained, fixed, batch)
-
-    def scores(self, count: int) -> list[Scores]:
-        """One for each trial, of its objectives."""
-        config = self._config
-        metrics = {name: metric for name, metric in config.metrics.items() if name in config.objectives}
-        return [Scores(config.loss if "loss" in config.objectives else None, metrics) for _ in range(count)]
 
     def _forward(self, trained: Tensors, fixed: Tensors, batch: Batch) -> Any:
         return functional_call(self._module, {**trained, **fixed}, self._config.enter(batch))

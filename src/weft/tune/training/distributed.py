@@ -3,8 +3,6 @@ within float tolerance."""
 
 from __future__ import annotations
 
-import time
-from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from weft.data import Batch, Loader
+from weft.data import Batch
 from weft.distributed.store import ControlStore
-from weft.engine.rng import HostSeeder, deterministic
 from weft.errors import TuneError
 from weft.nn.state import non_persistent_buffers, restore
 from weft.plan.planner import load as load_plan
@@ -26,9 +23,8 @@ from weft.tune.jobs import Fit
 from weft.tune.recipe import TrialConfig
 from weft.tune.training.checkpoint import TrialCheckpoint, load_latest, save
 from weft.tune.training.evaluation import evaluate
-from weft.tune.training.loss_check import require_mean_loss
-from weft.tune.training.memory_limit import MemoryLimit, OutOfMemory
-from weft.tune.training.trainer import Pruned, Report, Result, TrialOptimizer, refuse_batch_norms
+from weft.tune.training.memory_limit import MemoryLimit
+from weft.tune.training.trainer import Report, Result, TrainingLoop, TrialOptimizer, run_limited
 
 
 def train_split(
@@ -45,113 +41,66 @@ def train_split(
     It is ``train`` otherwise; only the report of the first process counts, and only it writes checkpoints. RANK,
     WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which processes those are.
     """
-    device = torch.device(device)
     if fit.plan is None or fit.devices < 2:
         raise TuneError("a trial is split as its plan says, and this one has none")
+    limit = MemoryLimit(torch.device(device), memory)
     store, rank, world = next(rendezvous("env://"))
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world)
-    limit = MemoryLimit(device, memory)
+    backend = "nccl" if limit.device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    control = ControlStore(store, rank, world)
     try:
-        with torch.cuda.device(device) if device.type == "cuda" else ExitStack(), deterministic(device), limit:
-            return DistributedTrainer(config, fit, device, directory, limit, ControlStore(store, rank, world)).run(
-                report
-            )
-    except Exception as problem:
-        exceeded = limit.exceeded(problem)
-        if exceeded is None:
-            raise
-        raise OutOfMemory(exceeded.needed, exceeded.limit) from None
+        return run_limited(limit, lambda: DistributedTrainer(config, fit, limit, directory, control).run(report))
     finally:
-        limit.release()
         dist.destroy_process_group()
 
 
-class DistributedTrainer:
+class DistributedTrainer(TrainingLoop):
     """A process's part of a trial."""
 
-    def __init__(
-        self,
-        config: TrialConfig,
-        fit: Fit,
-        device: torch.device,
-        directory: Path,
-        limit: MemoryLimit,
-        store: ControlStore,
-    ) -> None:
+    def __init__(self, config: TrialConfig, fit: Fit, limit: MemoryLimit, directory: Path, store: ControlStore) -> None:
+        super().__init__(config, fit, limit, torch.device("cpu"), directory)
         self._store = store
-        self.config, self.device, self._directory, self._limit = config, device, directory / "checkpoints", limit
-        self._began = time.perf_counter()
-        self._contract = {
-            **config.describe(),
-            "micro_batch": fit.micro_batch,
-            "device": device.type,
-            "degree": fit.devices,
-        }
+        self._contract["degree"] = fit.devices
         self._checkpoint = load_latest(self._directory, self._contract)
-        data = config.data()
-        if data.validation is None:
-            raise TuneError(f"a trial is evaluated on validation data, and '{data.name}' has none: split some off it")
-        self._source = data.validation
-        self._loader = Loader(data.train, config.batch_size, config.seed)
-        model = config.build()
-        if fit.microbatches > 1 and not config.microbatch_batchnorm:
-            refuse_batch_norms(model, config.batch_size, fit.micro_batch)
-        if self._checkpoint is not None:
-            restore(
-                model, self._checkpoint.weights, self._checkpoint.buffers, {}
-            )  # of attributes, a graph has those at its making
-        elif fit.microbatches > 1:
-            require_mean_loss(config, model, data.train, fit.micro_batch, torch.device("cpu"))
+        if self._checkpoint is None:
+            self._check_loss()
+        else:  # a graph has the attributes as they are when it is made
+            restore(self.model, self._checkpoint.weights, self._checkpoint.buffers, {})
         batch = self._loader.batch(0)
-        self._whole = LossModule(config, model, tuple(batch))
+        self._whole = LossModule(config, self.model, tuple(batch))
         assert fit.plan is not None
         planned = load_plan(fit.plan, self._whole, self._whole.tensors(batch), compare=False)
         sizes = (planned.stages, *planned.mesh.sizes)
-        mesh = init_device_mesh(device.type, sizes if planned.stages > 1 else sizes[1:])
-        made = planned.apply(self._whole, mesh)
-        self.parallel = made
-        trained = {name: p for name, p in made.named_parameters() if p.requires_grad}
+        mesh = init_device_mesh(self.device.type, sizes if planned.stages > 1 else sizes[1:])
+        self.parallel = planned.apply(self._whole, mesh)
+        self._shards = {name: p for name, p in self.parallel.named_parameters() if p.requires_grad}
         # The parts themselves: optimizers that work element by element need not know of what they are parts.
-        self._parts = {name: nn.Parameter(_local(p.detach())) for name, p in trained.items()}
+        self._parts = {name: nn.Parameter(_local(p.detach())) for name, p in self._shards.items()}
         self.optimizer = TrialOptimizer(config.optimizer, self._parts)
-        self._shards = trained
-        self.losses = torch.zeros(config.steps)
 
     def run(self, report: Report) -> Result:
-        config, checkpoint, seeder = self.config, self._checkpoint, HostSeeder(self.config.seed, self.device)
-        if checkpoint is not None:
-            self.losses[: checkpoint.step].copy_(checkpoint.losses)
-            self.optimizer.load({n: self._spread(n, s) for n, s in checkpoint.states.items() if n in self._parts})
-            if checkpoint.values is not None:
-                self._report(report, config.steps, checkpoint.values)
-                return self._result(checkpoint.values)
-        first = 0 if checkpoint is None else checkpoint.step
-        held = [*self._parts.values(), *self.parallel.buffers()]
-        with ExitStack() as stack:
-            stack.enter_context(seeder.preserved())
-            stack.enter_context(self._limit.count_cpu(held))
-            for step, batch in enumerate(
-                stack.enter_context(closing(self._loader.iterate(first, config.steps))), first
-            ):
-                self._step(step, batch, seeder)
-                done = step + 1
-                if done < config.steps:
-                    self._between_steps(done, report)
-        values = self.evaluate()
-        self._report(report, config.steps, values)
-        self._save(config.steps, values)
-        return self._result(values)
+        return super().run(lambda done, values: self._report(report, done, values))
 
     def evaluate(self) -> tuple[float, ...]:
-        """The objectives on the validation part, in host memory: the model is whole there, and on no device."""
+        """In host memory: the model is whole there, and on no device."""
         config = self.config
         with self._limit.pause():
             restore(self._whole, *self._state(), {})
             values = torch.zeros(len(config.objectives), dtype=torch.float64)
             if dist.get_rank() == 0:
-                found = evaluate(config, self._whole.model, self._source, config.batch_size, torch.device("cpu"))
+                found = evaluate(config, self.model, self._validation, config.batch_size, torch.device("cpu"))
                 values.copy_(torch.tensor(found, dtype=torch.float64))
             return tuple(self._from_first(values).tolist())
+
+    def _resume(self) -> TrialCheckpoint | None:
+        checkpoint = self._checkpoint
+        if checkpoint is not None:
+            self.losses[: checkpoint.step].copy_(checkpoint.losses)
+            self.optimizer.load({n: self._spread(n, s) for n, s in checkpoint.states.items() if n in self._parts})
+        return checkpoint
+
+    def _held(self) -> list[Tensor]:
+        return [*self._parts.values(), *self.parallel.buffers()]
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The model's state_dict, whole, and the hidden buffers that training changes; on every process."""
@@ -164,22 +113,13 @@ class DistributedTrainer:
         )
         return {**extra, **shared}, beyond
 
-    def _step(self, step: int, batch: Batch, seeder: HostSeeder) -> None:
-        loss = self.parallel.step(self._whole.tensors(batch), lambda number: seeder.set(step, number, "model"))
+    def _step(self, step: int, batch: Batch) -> None:
+        loss = self.parallel.step(self._whole.tensors(batch), lambda number: self._seeder.set(step, number, "model"))
         self.losses[step] = loss.detach().float().cpu()
         for name, shard in self._shards.items():
             self._parts[name].grad = None if shard.grad is None else _local(shard.grad)
             shard.grad = None
         self.optimizer.step(self.config.lr_schedule(step, self.config.steps))
-
-    def _between_steps(self, done: int, report: Report) -> None:
-        every, saved = self.config.report_every, self.config.checkpoint_every
-        if every is not None and done % every == 0:
-            values = self.evaluate()
-            if self._report(report, done, values):
-                raise Pruned(self._result(values, done))
-        if saved is not None and done % saved == 0:
-            self._save(done, None)
 
     def _report(self, report: Report, done: int, values: tuple[float, ...]) -> bool:
         """The first process reports, and all get the answer."""
@@ -235,10 +175,6 @@ class DistributedTrainer:
             else _local(distribute_tensor(tensor.to(self.device), shard.device_mesh, shard.placements)).clone()
             for key, tensor in state.items()
         }
-
-    def _result(self, values: tuple[float, ...], steps: int | None = None) -> Result:
-        losses = tuple(self.losses[:steps].tolist())
-        return Result(values, self._limit.peak, time.perf_counter() - self._began, losses)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from weft.tune.training.memory_limit import MemoryLimit, OutOfMemory
 
 __all__ = ["OutOfMemory", "Pruned", "Result", "train"]
 
+Ran = TypeVar("Ran")
 Report = Callable[[int, tuple[float, ...]], bool]
 """Takes the number of steps done and the value of each objective; says whether the trial is to end here."""
 
@@ -71,14 +73,25 @@ def train(
     its answer is no longer of interest; what was reported since the checkpoint is reported again, the same. Raises
     Pruned, OutOfMemory where the trial wants more than ``memory`` bytes or the device has no more, and TuneError.
     """
-    device = torch.device(device)
     if fit is not None and fit.devices > 1:
         raise TuneError(f"a trial that is split over {fit.devices} devices cannot be trained on one")
-    limit = MemoryLimit(device, memory)
+    limit = MemoryLimit(torch.device(device), memory)
+    return run_limited(limit, lambda: TrialTrainer(config, fit, limit, directory).run(report), config.cuda_graphs)
+
+
+def run_limited(limit: MemoryLimit, run: Callable[[], Ran], cuda_graphs: bool = False) -> Ran:
+    """What ``run`` returns, on the limit's device with deterministic kernels, and with ``cuda_graphs`` on the stream
+    that can be captured. OutOfMemory where it wants more than the limit, TuneError for what weft can explain."""
     device = limit.device
     try:
-        with training_on(device, config), limit:
-            return TrialTrainer(config, fit, device, directory, limit).run(report)
+        with ExitStack() as stack:
+            if device.type == "cuda":
+                stack.enter_context(torch.cuda.device(device))
+            stack.enter_context(deterministic(device))
+            if cuda_graphs:
+                stack.enter_context(capture_stream(device))
+            stack.enter_context(limit)
+            return run()
     except Exception as problem:
         exceeded = limit.exceeded(problem)
         if exceeded is None and not isinstance(problem, TuneError) and is_fake(problem):
@@ -112,74 +125,138 @@ def is_fake(found: object) -> bool:
     return isinstance(found, FakeTensor)
 
 
-class TrialTrainer:
-    """A trial's model, optimizer and losses on a device, from its first or its next step to its last."""
+class TrainingLoop(ABC):
+    """A trial's training from its first or its next step to its last, with reports and checkpoints on the way.
+
+    ``home`` is where its data and the whole model lie. Its losses so far are ``losses``.
+    """
 
     def __init__(
-        self, config: TrialConfig, fit: Fit | None, device: torch.device, directory: Path, limit: MemoryLimit
+        self, config: TrialConfig, fit: Fit | None, limit: MemoryLimit, home: torch.device, directory: Path
     ) -> None:
-        self.config, self.device, self._directory, self._limit = config, device, directory / "checkpoints", limit
+        self.config, self.device, self._limit, self._directory = config, limit.device, limit, directory / "checkpoints"
         self._began = time.perf_counter()
+        self._seeder = HostSeeder(config.seed, self.device)
         self.micro = config.batch_size if fit is None else min(fit.micro_batch, config.batch_size)
-        self._strategy = "whole" if fit is None else fit.strategy
-        self._memory = None if fit is None else fit.memory
-        self._train, self._validation = train_and_validation(config.data(), device)
+        self._contract = {**config.describe(), "micro_batch": self.micro, "device": self.device.type}
+        train, self._validation = train_and_validation(config.data(), home)
+        self._loader = Loader(train, config.batch_size, config.seed, device=home)
         self.model = config.build()
         if self.micro < config.batch_size and not config.microbatch_batchnorm:
             refuse_batch_norms(self.model, config.batch_size, self.micro)
-        self.model.to(device)
-        self._extra_state = ExtraState(self.model)
-        self.optimizer = TrialOptimizer(
-            config.optimizer, {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        )
-        self._trained = list(self.optimizer.parameters.values())
-        self.losses = torch.zeros(config.steps, device=device)
-        self._contract = {**config.describe(), "micro_batch": self.micro, "device": device.type}
+        self.model.to(home)
+        self.losses = torch.zeros(config.steps, device=home)
 
     def run(self, report: Report) -> Result:
-        config, seeder = self.config, HostSeeder(self.config.seed, self.device)
-        checkpoint = load_latest(self._directory, self._contract, self.device)
-        if checkpoint is not None:
-            self._restore(checkpoint)
+        config, checkpoint = self.config, self._resume()
         if checkpoint is not None and checkpoint.values is not None:
             report(config.steps, checkpoint.values)
             return self._result(checkpoint.values)
-        if checkpoint is None and self.micro < config.batch_size:
-            require_mean_loss(config, self.model, self._train, self.micro, self.device)
-            self._limit.release()
         first = 0 if checkpoint is None else checkpoint.step
-        states = (state for p in self.optimizer.parameters.values() for state in self.optimizer.state(p).values())
-        held = [*self.model.parameters(), *self.model.buffers(), *states, self.losses]
         with ExitStack() as stack:
-            stack.enter_context(seeder.preserved())
-            stack.enter_context(self._limit.count_cpu(held))
-            if self._strategy == "recompute":
-                recompute(self.model)
-            self._graphed = self._make_graphed_step(config.steps - first)
-            stack.callback(self._graphed.close)
-            loader = Loader(self._train, config.batch_size, config.seed, device=self.device)
-            batches = stack.enter_context(closing(loader.iterate(first, config.steps)))
+            stack.enter_context(self._seeder.preserved())
+            stack.enter_context(self._limit.count_cpu(self._held()))
+            stack.callback(self._prepare(config.steps - first))
+            batches = stack.enter_context(closing(self._loader.iterate(first, config.steps)))
             for step, batch in enumerate(batches, first):
-                self._step(step, batch, seeder)
+                self._step(step, batch)
                 del batch
-                done = step + 1
-                if done < config.steps:
-                    self._between_steps(done, report)
+                if step + 1 < config.steps:
+                    self._between_steps(step + 1, report)
             values = self.evaluate()
         report(config.steps, values)
         self._save(config.steps, values)
         return self._result(values)
 
+    @abstractmethod
     def evaluate(self) -> tuple[float, ...]:
-        """The objectives on the validation part, in order; no larger a batch than fits in training."""
+        """The objectives on the validation part, in order."""
+
+    @abstractmethod
+    def _resume(self) -> TrialCheckpoint | None:
+        """The checkpoint that the training goes on from, once its state is in place."""
+
+    @abstractmethod
+    def _held(self) -> list[Tensor]:
+        """The tensors on the device that are there before the first step."""
+
+    def _prepare(self, left: int) -> Callable[[], None]:
+        """Called before the first of so many steps; what it returns is called after the last."""
+        return lambda: None
+
+    @abstractmethod
+    def _step(self, step: int, batch: Batch) -> None: ...
+
+    @abstractmethod
+    def _save(self, step: int, values: tuple[float, ...] | None) -> None:
+        """Writes a checkpoint. A trial that is done, with ``values``, needs no optimizer any more."""
+
+    def _between_steps(self, done: int, report: Report) -> None:
+        every, saved = self.config.report_every, self.config.checkpoint_every
+        if every is not None and done % every == 0:
+            values = self.evaluate()
+            if report(done, values):
+                raise Pruned(self._result(values, done))
+        if saved is not None and done % saved == 0:
+            self._save(done, None)
+
+    def _check_loss(self) -> None:
+        """TuneError where a batch is cut and its loss is not the mean of the losses of its parts."""
+        if self.micro < self.config.batch_size:
+            require_mean_loss(self.config, self.model, self._loader.source, self.micro, self.losses.device)
+            self._limit.release()
+
+    def _result(self, values: tuple[float, ...], steps: int | None = None) -> Result:
+        losses = tuple(self.losses[:steps].tolist())
+        return Result(values, self._limit.peak, time.perf_counter() - self._began, losses)
+
+
+class TrialTrainer(TrainingLoop):
+    """The training of a trial on one device."""
+
+    def __init__(self, config: TrialConfig, fit: Fit | None, limit: MemoryLimit, directory: Path) -> None:
+        super().__init__(config, fit, limit, limit.device, directory)
+        self._strategy = "whole" if fit is None else fit.strategy
+        self._memory = None if fit is None else fit.memory
+        self._extra_state = ExtraState(self.model)
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = TrialOptimizer(config.optimizer, trained)
+        self._trained = list(trained.values())
+
+    def evaluate(self) -> tuple[float, ...]:
+        """With no larger a batch than fits in training."""
         with self._graphed.outside_graph():
             return evaluate(self.config, self.model, self._validation, self.micro, self.device)
 
-    def _step(self, step: int, batch: Batch, seeder: HostSeeder) -> None:
+    def _resume(self) -> TrialCheckpoint | None:
+        """As the trial was, also where it made weights as late as in its first step."""
+        checkpoint = load_latest(self._directory, self._contract, self.device)
+        if checkpoint is None:
+            self._check_loss()
+            return None
+        restore(self.model, checkpoint.weights, checkpoint.buffers, checkpoint.attributes)
+        self.losses[: checkpoint.step].copy_(checkpoint.losses)
+        self.optimizer.load(checkpoint.states)
+        return checkpoint
+
+    def _held(self) -> list[Tensor]:
+        states = (state for p in self._trained for state in self.optimizer.state(p).values())
+        return [*self.model.parameters(), *self.model.buffers(), *states, self.losses]
+
+    def _prepare(self, left: int) -> Callable[[], None]:
+        if self._strategy == "recompute":
+            recompute(self.model)
+        fits = self._strategy in ("whole", "accumulate") and can_capture(self.config, left, self._memory)
+        recorder = make_recorder(self.device) if fits else None
+        loss, exceeded = self.config.loss, self._limit.exceeded
+        self._graphed = GraphedStep(self._micro_step, recorder, self.model, loss, exceeded)
+        return self._graphed.close
+
+    def _step(self, step: int, batch: Batch) -> None:
         size, gradients = self.config.batch_size, None
         for number, start in enumerate(range(0, size, self.micro)):
             part = batch if self.micro >= size else {k: v[start : start + self.micro] for k, v in batch.items()}
-            seeder.set(step, number, "model")
+            self._seeder.set(step, number, "model")
             loss, gradients = self._graphed(part, gradients)
             self.losses[step].add_(loss)  # stays on the device, so that the host need not wait
         self._set_gradients(gradients)
@@ -206,21 +283,6 @@ class TrialTrainer:
         for parameter, gradient in zip(self._trained, gradients or repeat(None), strict=False):
             parameter.grad = gradient
 
-    def _make_graphed_step(self, left: int) -> GraphedStep:
-        """For so many steps."""
-        fits = self._strategy in ("whole", "accumulate") and can_capture(self.config, left, self._memory)
-        recorder = make_recorder(self.device) if fits else None
-        return GraphedStep(self._micro_step, recorder, self.model, self.config.loss, self._limit.exceeded)
-
-    def _between_steps(self, done: int, report: Report) -> None:
-        every, saved = self.config.report_every, self.config.checkpoint_every
-        if every is not None and done % every == 0:
-            values = self.evaluate()
-            if report(done, values):
-                raise Pruned(self._result(values, done))
-        if saved is not None and done % saved == 0:
-            self._save(done, None)
-
     def _offloading(self) -> AbstractContextManager[Any]:
         """A CPU with a limit behaves as a device would: copies are not counted."""
         if self._strategy != "offload":
@@ -238,35 +300,11 @@ class TrialTrainer:
         return offloading(self.model, to_host, to_device)
 
     def _save(self, step: int, values: tuple[float, ...] | None) -> None:
-        """A trial that is done needs no optimizer any more."""
-        states = (
-            {name: self.optimizer.state(p) for name, p in self.optimizer.parameters.items()} if values is None else {}
-        )
+        parameters = self.optimizer.parameters if values is None else {}
+        states = {name: self.optimizer.state(parameter) for name, parameter in parameters.items()}
         extra = self._extra_state.changed(self.model)
         checkpoint = TrialCheckpoint(step, self.model.state_dict(), states, self.losses[:step], values, *extra)
         save(self._directory, self._contract, checkpoint)
-
-    def _restore(self, checkpoint: TrialCheckpoint) -> None:
-        """As the trial was, also where it made weights as late as in its first step."""
-        restore(self.model, checkpoint.weights, checkpoint.buffers, checkpoint.attributes)
-        self.losses[: checkpoint.step].copy_(checkpoint.losses)
-        self.optimizer.load(checkpoint.states)
-
-    def _result(self, values: tuple[float, ...], steps: int | None = None) -> Result:
-        losses = tuple(self.losses[:steps].tolist())
-        return Result(values, self._limit.peak, time.perf_counter() - self._began, losses)
-
-
-@contextmanager
-def training_on(device: torch.device, config: TrialConfig) -> Iterator[None]:
-    """Where trials train: on the device, by deterministic kernels, and on the stream that can be captured."""
-    with ExitStack() as stack:
-        if device.type == "cuda":
-            stack.enter_context(torch.cuda.device(device))
-        stack.enter_context(deterministic(device))
-        if config.cuda_graphs:
-            stack.enter_context(capture_stream(device))
-        yield
 
 
 def train_and_validation(data: Data, device: torch.device) -> tuple[Source, Source]:
