@@ -100,7 +100,7 @@ def member(task: Task, kind: str, k: int, precision: str, counts: bool, folder: 
             for _ in loop.drive(worker, lambda: False):
                 pass
         worker.finish()
-        told |= {"peak": worker.stats.peak, "resident": most_resident(), "before": before}
+        told |= {"peak": worker.peak, "resident": most_resident(), "before": before}
     peer.close()
     Path(folder, f"{rank}.json").write_text(json.dumps(told))
     dist.destroy_process_group()

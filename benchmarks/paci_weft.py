@@ -120,7 +120,7 @@ class WeftPeer:
             if done is not None:
                 self.meter.spans.append((done.start, done.end))
         worker.finish()
-        self.peak, self.deciding = worker.stats.peak, worker.stats.deciding
+        self.peak, self.deciding = worker.peak, worker.deciding
 
     def _loss(self, outputs: Any, batch: dict[str, Tensor]) -> Tensor:
         return self.meter.loss(outputs, batch["targets"])

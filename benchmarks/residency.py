@@ -45,7 +45,7 @@ from weft.engine.reference import SequentialReference
 from weft.engine.rng import deterministic
 from weft.engine.train_step import TrainStep
 from weft.offload.config import OffloadConfig
-from weft.offload.copy_engine import CopyEngine, CudaCopy, SyncCopy
+from weft.offload.copy_engine import CopyEngine, CudaCopy
 from weft.offload.host_memory import allocate_host
 from weft.offload.setup import attach, detach
 from weft.space import Stream, Subnet, make_stream
@@ -175,7 +175,7 @@ class Bench:
             for way, sequential in ways.items():
                 row = self.row(way, n, median(times[way]), sequential.offload, many * count)
                 found[way, n] = {**row, "rounds_ms": times[way]}
-        memory.device.copy_engine = Blocking(self.device) if self.device.type == "cuda" else SyncCopy()
+        memory.device.copy_engine = Blocking(self.device) if self.device.type == "cuda" else CopyEngine()
         memory._config = replace(memory._config, prefetch=0)
         memory.flush()
         for n in tokens:
@@ -240,7 +240,7 @@ class Moment:
 def bandwidth(device: torch.device, given: Tensor | None, size: int = 64 * 2**20) -> float:
     """Bytes a second, each way, with copies both ways at once, from and to all over the host's memory: parts of it may
     be farther from the bus than others."""
-    copy_engine: CopyEngine = CudaCopy(device) if device.type == "cuda" else SyncCopy()
+    copy_engine: CopyEngine = CudaCopy(device) if device.type == "cuda" else CopyEngine()
     host = given if given is not None else torch.empty(2 * size, dtype=torch.uint8)
     one, other = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     places = [place * (len(host) - 2 * size) // 15 // 512 * 512 for place in range(16)]

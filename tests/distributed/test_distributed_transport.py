@@ -232,7 +232,7 @@ def test_a_stage_that_never_begins_is_named(watch, lost):
     assert lost[0][1].startswith("rank 1 has not begun after ")
 
 
-def test_figures_that_json_cannot_hold_and_a_failing_callback_are_logged_and_do_not_end_the_watch(watch, lost, caplog):
+def test_a_failing_callback_is_logged_and_does_not_end_the_watch(watch, lost, caplog):
     store = HashStore()
 
     def fail(rank: int, message: str) -> None:
@@ -241,13 +241,11 @@ def test_figures_that_json_cannot_hold_and_a_failing_callback_are_logged_and_do_
 
     one = watch(store, 0, 2, fail, patience=0.2)
     two = watch(store, 1, 2, Lost())
-    two.figures = {"bad": object()}
     two.op = ("1F0", time.monotonic())
     wait_for(lambda: lost)
     two.figures = {"good": 1}
     wait_for(lambda: one.others() == {1: {"good": 1}})
     said = {record.message for record in caplog.records if record.name == "weft"}
-    assert "rank 1 has figures that JSON cannot hold" in said
     assert f"what is done about a lost stage failed: {lost[0][1]}" in said
 
 

@@ -10,6 +10,7 @@ from weft.engine.consistency import parse_consistency
 from weft.engine.grad_exchange import delay_of
 from weft.engine.optimizer import GlobalNorm, Optimizer, make_clip
 from weft.engine.reference import SequentialReference
+from weft.engine.weight_versions import VersionedLayer
 from weft.errors import TrainError
 
 
@@ -76,11 +77,12 @@ def test_update_u_is_scaled_by_the_norm_of_update_u_minus_the_delay() -> None:
     assert run.clipper is not None
     record = run.clipper.record
 
-    def spy(slot: int, layer: str, gradients: list[torch.Tensor]) -> None:
-        while len(seen) <= slot:
+    def spy(weights: VersionedLayer) -> None:
+        while len(seen) <= weights.slot:
             seen.append({})
-        seen[slot][layer] = float(sum(g.double().square().sum() for g in gradients)) ** 0.5
-        record(slot, layer, gradients)
+        squares = sum(g.double().square().sum() for g in weights.mean_gradients())
+        seen[weights.slot][weights.layer.name] = float(squares) ** 0.5
+        record(weights)
 
     run.clipper.record = spy  # type: ignore[method-assign]
     for step in range(8):

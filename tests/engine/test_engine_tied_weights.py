@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import weft
-from weft.engine.grad_exchange import TIES
 from weft.engine.losses import cross_entropy
 from weft.engine.optimizer import GlobalNorm, Optimizer
 from weft.engine.reference import SequentialReference
@@ -155,7 +154,7 @@ def test_operations_wait_for_the_sums_that_they_must_see_and_no_longer() -> None
     for consistency, wanted in (("exact", [0, 1, 2, 3, 4]), ("bounded(2, 6)", [0, 0, 0, 0, 1])):
         task = task_of(consistency, steps=8, m=2)
         stage = Stage(task.chain(), task.config, CPU, (1, 3), 0)
-        assert [dict(stage.counters("B", 2 * u)).get(TIES, 0) for u in range(5)] == wanted
+        assert [dict(stage.counters("B", 2 * u)).get("ties", 0) for u in range(5)] == wanted
         assert stage.ties is not None
         assert stage.ties.layers == {"embed"}
         between = Stage(task.chain(), task.config, CPU, (1, 2, 4), 1)

@@ -21,6 +21,7 @@ from weft.engine.optimizer import GlobalNorm, Optimizer
 from weft.engine.reference import SequentialReference
 from weft.errors import TrainError
 from weft.offload import OffloadConfig, OffloadManager
+from weft.offload.copy_engine import CopyEngine
 from weft.offload.setup import attach
 from weft.pipeline.stage import Stage
 
@@ -42,7 +43,7 @@ class Job:
             self.done = True
 
 
-class Late:
+class Late(CopyEngine):
     """Copies as late as it may, and in any order: whoever reads without waiting finds something else."""
 
     def __init__(self, seed: int) -> None:
@@ -69,9 +70,6 @@ class Late:
                 job.run()
         self.jobs = [job for job in self.jobs if not job.done]
 
-    def record(self) -> None:
-        return None
-
     def wait(self, ticket: Job | None) -> None:
         if ticket is not None:
             ticket.run()
@@ -82,11 +80,8 @@ class Late:
     def done(self, ticket: Job | None) -> bool:
         return ticket is None or ticket.done
 
-    def count_late(self) -> int:
-        return 0
 
-
-class Early:
+class Early(CopyEngine):
     """Copies at the earliest time that its tickets allow: what the device does after a mark comes too late."""
 
     def __init__(self) -> None:
@@ -107,16 +102,8 @@ class Early:
         self.count += 1
         return Moment(self.count, self.memory.clone())
 
-    def wait(self, ticket: Moment | None) -> None:
-        return
-
-    synchronize = wait
-
     def done(self, ticket: Moment | None) -> bool:
         return ticket is None
-
-    def count_late(self) -> int:
-        return 0
 
     def _then(self, after: Sequence[Moment | None], part: Tensor) -> Tensor:
         """What was there when the last of the tickets was done."""
@@ -244,8 +231,8 @@ def test_what_did_not_change_is_not_written_back() -> None:
     for name in [*memory.layers, *memory.layers]:
         with memory.pinned_on_device([name]):
             pass
-    assert memory.device.traffic.evicted_bytes == 0
-    assert memory.device.traffic.loaded_bytes > memory.device.traffic.peak_bytes
+    assert memory.device.evicted_bytes == 0
+    assert memory.device.loaded_bytes > memory.device.peak_bytes
 
 
 def test_a_layer_that_was_not_used_has_no_optimizer_state_to_move() -> None:

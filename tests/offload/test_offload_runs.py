@@ -92,7 +92,7 @@ KILLED = """
 import os, signal, sys, torch
 sys.path[:0] = {folders!r}
 from pathlib import Path
-from weft.offload.copy_engine import SyncCopy
+from weft.offload.copy_engine import CopyEngine
 import test_offload_runs as runs
 
 count = 0
@@ -106,7 +106,7 @@ def torn(self, target, source, after):
         os.kill(os.getpid(), signal.SIGKILL)
     target.copy_(source)
 
-SyncCopy.to_host = torn
+CopyEngine.to_host = torn
 runs.train(Path({folder!r}), run="killed", checkpoint_every=2, validation=4, offload=runs.BUDGET)
 """
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from weft.data import MicroBatches
 from weft.engine.consistency import parse_consistency
-from weft.engine.layer_state import capture, layer_digest, optimizer_states, restore
+from weft.engine.layer_state import CheckpointPart, capture, layer_digest
 from weft.engine.losses import accuracy
 from weft.engine.optimizer import Optimizer
 from weft.engine.reference import SequentialReference
@@ -412,14 +412,7 @@ def in_stages(
     for index in range(stages):
         stage = Stage(task.chain(), task.config, CPU, cut, index, split_backward=split)
         if saved is not None:
-            for name, weights in stage.weights.items():
-                restore(weights, saved[0], saved[1][name])
-            own = {k: v for k, v in optimizer_states(saved[0]).items() if k in stage.optimizer.parameters}
-            stage.resume(own)
-            if stage.clipper is not None:
-                stage.clipper.restore(saved[2], first_step * m, CPU)
-            if stage.ties is not None:
-                stage.ties.restore(saved[0], first_step * m, CPU)
+            stage.restore(CheckpointPart(first_step * m, *saved))
         stage.train_mode()
         limit = max_in_flight if isinstance(max_in_flight, int) else max_in_flight[index]
         parts = MicroBatches(Numbered(task), first_step, task.config.steps, m, task.config.parts)
@@ -456,6 +449,6 @@ def in_stages(
     losses = [reports[n] for n in sorted(reports)]
     layers = {name: layer_digest(w, wk.stage.optimizer) for wk in workers for name, w in wk.stage.weights.items()}
     lags = {name: dict(w.version_lags) for wk in workers for name, w in wk.stage.weights.items()}
-    peaks = [worker.stats.peak for worker in workers]
+    peaks = [worker.peak for worker in workers]
     (total,) = {worker.scheduler.total for worker in workers}
     return Outcome(layers, losses, max(peaks), lags, most_kept, peaks, total // m), snapshots

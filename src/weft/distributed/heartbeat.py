@@ -7,8 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -99,14 +98,6 @@ class Heartbeat:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
-    def __enter__(self) -> Heartbeat:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _run(self) -> None:
         last_check = time.monotonic()
         while True:
@@ -131,15 +122,8 @@ class Heartbeat:
     def _message(self, done: bool) -> str:
         self._count += 1
         op = self.op
-        beat: dict[str, Any] = {"count": self._count, "op": None, "seconds": 0.0, "figures": {}, "done": done}
-        if op is not None:
-            beat.update(op=op[0], seconds=time.monotonic() - op[1])
-        try:
-            return json.dumps({**beat, "figures": dict(self.figures)})
-        except Exception:
-            logger.exception("rank %d has figures that JSON cannot hold", self._rank)
-            self.figures = {}
-            return json.dumps(beat)
+        name, seconds = (None, 0.0) if op is None else (op[0], time.monotonic() - op[1])
+        return json.dumps(asdict(Beat(self._count, name, seconds, dict(self.figures), done)))
 
     def _read(self) -> set[int]:
         """Takes the newest beats and tells which stages have moved."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -30,38 +30,21 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from weft.distributed.env import DistEnv, on_signals, read_env
+from weft.distributed.env import on_signals
 from weft.distributed.log_forwarding import FromStages
 from weft.distributed.remote_call import STOPPED, Call, pickled, stage
 from weft.distributed.store import (
     ATTEMPT,
     PARENT,
     ask_to_stop,
-    asked_to_stop,
-    connect,
-    die_with_parent,
     get_death,
     get_hang,
     prefix,
     refuse_inside_a_stage,
-    report,
-    report_error,
     reported,
 )
 from weft.errors import TrainError, WeftError
 from weft.runs.events import Callback
-
-__all__ = [
-    "Call",
-    "DistEnv",
-    "asked_to_stop",
-    "connect",
-    "die_with_parent",
-    "launch",
-    "read_env",
-    "report",
-    "report_error",
-]
 
 logger = logging.getLogger("weft")
 
@@ -141,7 +124,7 @@ class _Launch:
                 kill_stages()
         self._show()
         # A reported error comes first, even while stopping: a checkpoint that met a full disk is not there.
-        outcome = self._reported()
+        outcome = reported(self.meeting.store)
         if self.stops:
             raise KeyboardInterrupt
         if failure:
@@ -168,19 +151,16 @@ class _Launch:
             **options,
         )
 
-    def _reported(self) -> dict[str, Any]:
-        return reported(self.meeting.store) if self.meeting.store is not None else {}
-
     def _died(self, last: tuple[int, int] | None) -> str:
-        if self.meeting.store is not None and (noticed := get_hang(self.meeting.store)):
+        if noticed := get_hang(self.meeting.store):
             return noticed
         if last is None:
             return "a stage died"
         rank, code = last
-        text = get_death(self.meeting.store, rank) if self.meeting.store is not None else ""
         if code < 0:
             hint = " (it may have run out of memory)" if code == -signal.SIGKILL else ""
             return f"rank {rank} was killed by signal {-code}{hint}"
+        text = get_death(self.meeting.store, rank)
         return f"rank {rank} ended with exit code {code}" + (f": {text}" if text else "")
 
     def _failure(self, failures: Mapping[int, ProcessFailure]) -> str:
@@ -200,7 +180,7 @@ class _Launch:
         if attempt:
             self._show()
             try:
-                self._reported()
+                reported(self.meeting.store)
             except WeftError as problem:
                 raise _Reported from problem  # the stages are not started again
             self.forwarded.forget()
@@ -217,20 +197,18 @@ class _Launch:
             raise _stop()
 
     def _show(self) -> None:
-        if self.meeting.store is not None:
-            busy, self.busy = self.busy, True  # what a signal raises would look like a mistake of a callback
-            try:
-                self.forwarded.read(self.meeting.store)
-            finally:
-                self.busy = busy
+        busy, self.busy = self.busy, True  # what a signal raises would look like a mistake of a callback
+        try:
+            self.forwarded.read(self.meeting.store)
+        finally:
+            self.busy = busy
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.stops += 1
         if self.stops > 1:
             kill_stages()
             return
-        if self.meeting.store is not None:
-            ask_to_stop(self.meeting.store)
+        ask_to_stop(self.meeting.store)
         # Elastic would lose sight of stages if it were interrupted while it starts them; the next round is near.
         if not self.busy:
             raise _stop()
@@ -320,12 +298,13 @@ class Loopback(RendezvousHandler):
     """A rendezvous of one machine for torch elastic, whose own ones listen on every interface.
 
     `on_start(attempt)` is called before each start of all stages and `on_round()` at every check of stages that all
-    live; what they raise ends the launch. `store` is the one of the newest start. A new server at each start is what
-    torch expects of a rendezvous: keys of `init_process_group` bear no number of the attempt.
+    live; what they raise ends the launch. `store` is the one of the newest start, and an empty one before the first.
+    A new server at each start is what torch expects of a rendezvous: keys of `init_process_group` bear no number of the
+    attempt.
     """
 
     def __init__(self, run_id: str, on_start: Callable[[int], None], on_round: Callable[[], None]) -> None:
-        self.store: Store | None = None
+        self.store: Store = HashStore()
         self.attempts = 0
         self._run_id = run_id
         self._on_start = on_start

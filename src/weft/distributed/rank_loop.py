@@ -88,7 +88,7 @@ class RankLoop:
                 self._trace(self._tracer, done, worker)
             self._publish()
             yield done
-        self.deciding += worker.stats.deciding
+        self.deciding += worker.deciding
         self.heartbeat.op = None
         self._publish(now=True)
 

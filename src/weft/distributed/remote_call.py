@@ -70,11 +70,7 @@ def stage(payload: bytes) -> None:
     logger.addHandler(ToParent(connect()))
     logger.propagate = False
     try:
-        call = pickle.loads(payload)
-    except Exception as problem:
-        report_error(connect(), TrainError(_importable(f"they cannot import what they are to run: {problem}")))
-        raise SystemExit(1) from None
-    try:
+        call = _loads(payload)
         call.function(*call.args, **call.kwargs)
     except WeftError as problem:
         report_error(connect(), problem)
@@ -93,6 +89,14 @@ def stage(payload: bytes) -> None:
             raise SystemExit(STOPPED)
     except BlockingIOError:
         pass
+
+
+def _loads(payload: bytes) -> Call:
+    try:
+        call: Call = pickle.loads(payload)
+    except Exception as problem:
+        raise TrainError(_importable(f"they cannot import what they are to run: {problem}")) from None
+    return call
 
 
 class _Pickler(pickle.Pickler):

@@ -16,24 +16,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from weft.errors import ConsistencyError, nearest
 
 
+class _Written:
+    """Prints as it is written in a configuration: ``exact``, ``lagged(4)``."""
+
+    __slots__ = ()
+    name: ClassVar[str]
+
+    def __str__(self) -> str:
+        numbers = ", ".join(str(getattr(self, entry.name)) for entry in fields(self))  # type: ignore[arg-type]
+        return f"{self.name}({numbers})" if numbers else self.name
+
+
 @dataclass(frozen=True, slots=True)
-class Exact:
+class Exact(_Written):
     """A step reads the updates of every earlier step that uses the layer."""
 
     name: ClassVar[str] = "exact"
 
-    def __str__(self) -> str:
-        return "exact"
-
 
 @dataclass(frozen=True, slots=True)
-class Delayed:
+class Delayed(_Written):
     """Step i reads the updates of exactly the steps j < i - steps; one update a step."""
 
     steps: int
@@ -41,14 +49,11 @@ class Delayed:
 
     def __post_init__(self) -> None:
         if self.steps < 0:
-            raise ConsistencyError(f"delayed({self.steps}): the delay is a number of steps, 0 or more")
-
-    def __str__(self) -> str:
-        return f"delayed({self.steps})"
+            raise ConsistencyError(f"{self}: the delay is a number of steps, 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
-class Lagged:
+class Lagged(_Written):
     """Windows of ``steps`` steps; window w reads the updates of windows 0..w-2; one update a window."""
 
     steps: int
@@ -56,26 +61,19 @@ class Lagged:
 
     def __post_init__(self) -> None:
         if self.steps < 1:
-            raise ConsistencyError(f"lagged({self.steps}): a window has 1 step or more")
-
-    def __str__(self) -> str:
-        return f"lagged({self.steps})"
+            raise ConsistencyError(f"{self}: a window has 1 step or more")
 
 
 @dataclass(frozen=True, slots=True)
-class VirtualPipeline:
+class VirtualPipeline(_Written):
     """The consistencies of a virtual pipeline of ``depth`` stages, with an update every ``every`` micro-batches."""
 
     every: int
     depth: int
-    name: ClassVar[str]
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.depth < 1:
             raise ConsistencyError(f"{self}: both are whole numbers, 1 or more")
-
-    def __str__(self) -> str:
-        return f"{self.name}({self.every}, {self.depth})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,6 @@ class Bounded(VirtualPipeline):
     ceil((L - 1) / K) updates newer. One copy of the weights is enough where the pipeline has ``depth`` stages."""
 
     name: ClassVar[str] = "bounded"
-    __str__ = VirtualPipeline.__str__
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +89,11 @@ class Stashed(VirtualPipeline):
     """PipeDream: as ``bounded``, but the backward reads the version of its forward, which is kept until then."""
 
     name: ClassVar[str] = "stashed"
-    __str__ = VirtualPipeline.__str__
 
 
 Consistency = Exact | Delayed | Lagged | Bounded | Stashed
 
-_KINDS: dict[str, tuple[int, Callable[..., Consistency]]] = {
-    "exact": (0, Exact),
-    "delayed": (1, Delayed),
-    "lagged": (1, Lagged),
-    "bounded": (2, Bounded),
-    "stashed": (2, Stashed),
-}
+_KINDS: dict[str, Callable[..., Consistency]] = {kind.name: kind for kind in (Exact, Delayed, Lagged, Bounded, Stashed)}
 
 
 def parse_consistency(text: str) -> Consistency:
@@ -116,10 +106,11 @@ def parse_consistency(text: str) -> Consistency:
     if match is None or match[1] not in _KINDS:
         word = match[1] if match else text
         raise ConsistencyError(f"unknown consistency '{text}'{nearest(word, _KINDS)}")
-    count, kind = _KINDS[match[1]]
+    kind = _KINDS[match[1]]
+    wanted = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
     numbers = [int(number) for number in re.findall(r"\d+", match[2] or "")]
-    if len(numbers) != count:
-        form = {0: "exact", 1: f"{match[1]}(steps)", 2: f"{match[1]}(every, depth)"}[count]
+    if len(numbers) != len(wanted):
+        form = f"{match[1]}({', '.join(wanted)})" if wanted else match[1]
         raise ConsistencyError(f"'{text}' has {len(numbers)} numbers; write it as {form}")
     return kind(*numbers)
 

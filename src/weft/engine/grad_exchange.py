@@ -25,32 +25,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from weft.engine.consistency import Consistency, Exact, VirtualPipeline
+from weft.engine.layer_state import CheckpointPart
 from weft.engine.optimizer import GlobalNorm
 from weft.engine.weight_versions import VersionedLayer
 from weft.errors import TrainError
 from weft.supernet import Chain, Tie
 from weft.utils import foreach
 
-NORMS = "norms"
-"""The counter of the updates, from the first on, whose norm over all layers is known."""
-
-TIES = "ties"
-"""The counter of the updates, from the first on, whose sums of tied gradients are known on a stage."""
-
 SMALL = 1e-6
 """Added to a norm that something is divided by."""
 
 MARK = "~"
 """In a checkpoint, before the slot of a sum."""
-
-TiedGradients = list[tuple[int, int, Tensor | None]]
-"""What goes to which stage: (stage, number, gradient); None where the slot has no gradient."""
 
 
 def delay_of(
@@ -84,13 +76,37 @@ def squared_norm(gradients: list[Tensor]) -> Tensor:
     return torch.where(torch.isfinite(square), square, torch.zeros_like(square))
 
 
-class GlobalNormClipper:
-    """The norms on one stage: the part of its layers in each update, and the totals that have come back."""
+class SharedSum(NamedTuple):
+    """What a stage sends to another one: ``kind`` and ``number`` are those of its message."""
 
-    def __init__(self, clip: GlobalNorm, delay: int, span: int, order: Iterable[str], first: bool, last: bool) -> None:
-        self._limit, self.delay, self.span = clip.limit, delay, span
+    to: int
+    kind: Literal["norm", "total", "tie"]
+    number: int
+    value: Tensor | None
+
+
+def used_after(at: int, delay: int, span: int) -> range:
+    """The updates whose sums are used by updates from micro-batch ``at`` on."""
+    until = at // span
+    return range(max(until - delay, 0), until)
+
+
+class GlobalNormClipper:
+    """The norms on one stage: the part of its layers in each update, and the totals that have come back.
+
+    This and ``Ties`` have one interface. A layer's finished slot is recorded before it is clipped, ``advance`` and
+    ``received`` give what goes to other stages, and operations wait for the ``counter`` of the updates whose sums are
+    ``known``, where this stage uses them.
+    """
+
+    counter, kinds, awaited = "norms", ("norm", "total"), True
+
+    def __init__(
+        self, clip: GlobalNorm, delay: int, span: int, order: Iterable[str], index: int, is_last: bool
+    ) -> None:
+        self._limit, self.delay, self.span, self._index = clip.limit, delay, span, index
         self._order = list(order)[::-1]
-        self._first, self._last = first, last
+        self._is_last = is_last
         self._local: dict[int, dict[str, Tensor]] = {}
         self._from_behind: dict[int, Tensor] = {}
         self._totals: dict[int, Tensor] = {}
@@ -98,15 +114,18 @@ class GlobalNormClipper:
         self.count = 0
         """The totals of all updates below this are known."""
 
-    def record(self, slot: int, layer: str, gradients: list[Tensor]) -> None:
-        """A layer's gradient of an update, before it is clipped."""
-        local = self._local.setdefault(slot, {})
-        if layer not in local:
-            local[layer] = squared_norm(gradients)
+    def complete(self, at: int) -> bool:
+        """Whether all sums of updates before a micro-batch are known here and passed on."""
+        return self.count >= at // self.span
 
-    def known(self, slot: int) -> bool:
-        """Whether the norm that scales this update is known."""
-        return slot - self.delay < self.count
+    def record(self, weights: VersionedLayer) -> None:
+        local = self._local.setdefault(weights.slot, {})
+        if weights.layer.name not in local:
+            local[weights.layer.name] = squared_norm(weights.mean_gradients())
+
+    def known(self, weights: VersionedLayer) -> bool:
+        """Whether the sum that the update of a layer's finished slot uses is there."""
+        return weights.slot - self.delay < self.count
 
     def factor(self, slot: int, gradients: list[Tensor]) -> Tensor:
         """What a layer's gradient of this update is multiplied by."""
@@ -116,19 +135,17 @@ class GlobalNormClipper:
             factor = torch.minimum(factor, self._limit / (self._totals[slot - self.delay].sqrt() + SMALL))
         return factor.to(gradients[0].dtype)
 
-    def received(self, kind: str, slot: int, value: Tensor) -> list[tuple[str, int, Tensor]]:
-        """Takes the sum of the stages behind (``norm``), or a total from the stage before; returns what to pass on."""
+    def received(self, kind: str, number: int, value: Tensor | None) -> list[SharedSum]:
+        assert value is not None
         if kind == "norm":
-            self._from_behind[slot] = value
+            self._from_behind[number] = value
             return []
-        self._add_total(slot, value)
-        return [] if self._last else [("total", slot, value)]
+        return self._add_total(number, value)
 
-    def advance(self, through: int) -> list[tuple[str, int, Tensor]]:
-        """What to send to the stage before (``norm``) or behind (``total``), now that all micro-batches below
-        ``through`` are done here."""
+    def advance(self, through: int) -> list[SharedSum]:
+        """What to send, now that all micro-batches below ``through`` are done here."""
         sent = []
-        while (self._next + 1) * self.span <= through and (self._last or self._next in self._from_behind):
+        while (self._next + 1) * self.span <= through and (self._is_last or self._next in self._from_behind):
             slot, local = self._next, self._local.pop(self._next, {})
             total = self._from_behind.pop(slot, None)
             for layer in self._order:
@@ -137,33 +154,27 @@ class GlobalNormClipper:
             if total is None:
                 total = torch.zeros((), dtype=torch.float64)
             self._next += 1
-            if self._first:
-                self._add_total(slot, total)
-            if not (self._first and self._last):
-                sent.append(("total" if self._first else "norm", slot, total))
+            sent += [SharedSum(self._index - 1, "norm", slot, total)] if self._index else self._add_total(slot, total)
         return sent
 
-    def saved(self, at: int) -> dict[str, float]:
-        """For a checkpoint before micro-batch ``at``: the totals that later updates are scaled by."""
-        until = at // self.span
-        slots = range(max(until - self.delay, 0), until)
-        return {str(slot): float(self._totals[slot]) for slot in slots}
+    def save(self, part: CheckpointPart) -> None:
+        part.norms = {str(slot): float(self._totals[slot]) for slot in used_after(part.at, self.delay, self.span)}
 
-    def restore(self, saved: Mapping[str, Any], at: int, device: torch.device) -> None:
-        """Goes on from a checkpoint before micro-batch ``at``."""
+    def restore(self, part: CheckpointPart, device: torch.device) -> None:
         self._local.clear()
         self._from_behind.clear()
-        self._next = self.count = at // self.span
-        self._totals = {int(k): torch.tensor(v, dtype=torch.float64, device=device) for k, v in saved.items()}
+        self._next = self.count = part.at // self.span
+        self._totals = {int(k): torch.tensor(v, dtype=torch.float64, device=device) for k, v in part.norms.items()}
 
     def forget(self, before: int) -> None:
-        """Drops sums that no update from ``before`` - 1 on uses: all earlier updates are applied."""
-        for slot in [slot for slot in self._totals if slot + self.delay < before - 1]:
+        """Drops the sums that no update from micro-batch ``before`` on uses."""
+        for slot in [slot for slot in self._totals if slot + self.delay < before // self.span - 1]:
             del self._totals[slot]
 
-    def _add_total(self, slot: int, total: Tensor) -> None:
+    def _add_total(self, slot: int, total: Tensor) -> list[SharedSum]:
         self._totals[slot] = total
         self.count = slot + 1
+        return [] if self._is_last else [SharedSum(self._index + 1, "total", slot, total)]
 
 
 def check_ties(chain: Chain, consistencies: Iterable[Consistency]) -> int:
@@ -190,12 +201,15 @@ def ties_of(
 class Ties:
     """Tied parameters on one stage: their gradients in each update, and the sums of both copies."""
 
+    counter, kinds = "ties", ("tie",)
+
     def __init__(self, ties: Sequence[Tie], delay: int, span: int, stage: Mapping[str, int], index: int) -> None:
         self._ties, self.delay, self.span, self._index = ties, delay, span, index
         self._stages = [(stage[tie.first.layer], stage[tie.second.layer]) for tie in ties]
         ends = product(range(len(ties)), range(2))
         self._ends = [(tie, end) for tie, end in ends if self._stages[tie][end] == index]
         """The copies that are here, as (number of the tie, 0 for its first and 1 for its second)."""
+        self.awaited = bool(self._ends)
         self.layers = {ties[tie][end].layer for tie, end in self._ends}
         self._local: dict[tuple[int, int, int], Tensor] = {}
         self._halves: dict[tuple[int, int], dict[int, Tensor | None]] = {}
@@ -216,18 +230,15 @@ class Ties:
         return min(self._counts.values(), default=0)
 
     def complete(self, at: int) -> bool:
-        """Whether this stage has received and passed on all gradients of updates before a micro-batch."""
         return all(count >= at // self.span for count in (*self._counts.values(), *self._passed.values()))
 
     def record(self, weights: VersionedLayer) -> None:
-        """The gradient of a layer's finished slot, before it is clipped."""
         for tie, end, place in self._of(weights):
             key = (tie, end, weights.slot)
             if key not in self._local and weights.slot >= self._next:
                 self._local[key] = weights.mean_gradients()[place].clone()
 
     def known(self, weights: VersionedLayer) -> bool:
-        """Whether the sums that the update of a layer's finished slot uses are there."""
         return all(weights.slot - self.delay < self._counts[tie] for tie, _, _ in self._of(weights))
 
     def sums(self, weights: VersionedLayer) -> dict[int, Tensor | None]:
@@ -236,9 +247,8 @@ class Ties:
         at = weights.slot - self.delay
         return {place: self._sums[tie, at] if at >= 0 else None for tie, _, place in self._of(weights)}
 
-    def advance(self, through: int) -> TiedGradients:
-        """What to send to other stages, now that all micro-batches below ``through`` are done here."""
-        sent: TiedGradients = []
+    def advance(self, through: int) -> list[SharedSum]:
+        sent: list[SharedSum] = []
         while self._ends and (self._next + 1) * self.span <= through:
             for tie, end in self._ends:
                 local = self._local.pop((tie, end, self._next), None)
@@ -247,43 +257,39 @@ class Ties:
             self._next += 1
         return sent
 
-    def received(self, number: int, gradient: Tensor | None) -> TiedGradients:
-        """Takes a gradient from another stage; returns what to pass on."""
+    def received(self, kind: str, number: int, value: Tensor | None) -> list[SharedSum]:
         slot, rest = divmod(number, 2 * len(self._ties))
         tie, end = divmod(rest, 2)
         if self._stages[tie][1 - end] == self._index:
-            self._put(tie, end, slot, gradient)
+            self._put(tie, end, slot, value)
             return []
         self._passed[tie, end] = slot + 1
-        return self._towards(tie, end, slot, gradient)
+        return self._towards(tie, end, slot, value)
 
-    def saved(self, at: int) -> dict[str, Tensor]:
-        """For a checkpoint before micro-batch ``at``: the sums that later updates use, in the part of every layer."""
-        until = at // self.span
-        sums = {}
-        for (tie, end), slot in product(self._ends, range(max(until - self.delay, 0), until)):
+    def save(self, part: CheckpointPart) -> None:
+        for (tie, end), slot in product(self._ends, used_after(part.at, self.delay, self.span)):
             total = self._sums[tie, slot]
             if total is not None:
-                sums[f"{self._ties[tie][end]}{MARK}{slot}"] = total
-        return sums
+                part.tensors[self._name(tie, end, slot)] = total.detach().clone()
 
-    def restore(self, tensors: Mapping[str, Tensor], at: int, device: torch.device) -> None:
-        """Goes on from a checkpoint before micro-batch ``at``."""
-        until = at // self.span
+    def restore(self, part: CheckpointPart, device: torch.device) -> None:
         self._local.clear()
         self._halves.clear()
-        self._sums.clear()
-        self._next = until
-        self._counts = dict.fromkeys(self._counts, until)
-        self._passed = dict.fromkeys(self._passed, until)
-        for (tie, end), slot in product(self._ends, range(max(until - self.delay, 0), until)):
-            total = tensors.get(f"{self._ties[tie][end]}{MARK}{slot}")
+        self._next = part.at // self.span
+        self._counts = dict.fromkeys(self._counts, self._next)
+        self._passed = dict.fromkeys(self._passed, self._next)
+        self._sums = {}
+        for (tie, end), slot in product(self._ends, used_after(part.at, self.delay, self.span)):
+            total = part.tensors.get(self._name(tie, end, slot))
             self._sums[tie, slot] = None if total is None else total.to(device, copy=True)
 
     def forget(self, before: int) -> None:
-        """Drops sums that no update from ``before`` - 1 on uses: all earlier updates are applied."""
-        for key in [key for key in self._sums if key[1] + self.delay < before - 1]:
+        for key in [key for key in self._sums if key[1] + self.delay < before // self.span - 1]:
             del self._sums[key]
+
+    def _name(self, tie: int, end: int, slot: int) -> str:
+        """In a checkpoint, within the part of the copy's layer."""
+        return f"{self._ties[tie][end]}{MARK}{slot}"
 
     def _of(self, weights: VersionedLayer) -> list[tuple[int, int, int]]:
         """The tied parameters of a layer: tie, end, and place among the layer's parameters."""
@@ -311,8 +317,12 @@ class Ties:
             self._sums[tie, slot] = None if first is None or second is None else first + second
             self._counts[tie] = slot + 1
 
-    def _towards(self, tie: int, end: int, slot: int, gradient: Tensor | None) -> TiedGradients:
+    def _towards(self, tie: int, end: int, slot: int, gradient: Tensor | None) -> list[SharedSum]:
         target = self._stages[tie][1 - end]
         if target == self._index:
             return []
-        return [(self._index + (1 if target > self._index else -1), (slot * len(self._ties) + tie) * 2 + end, gradient)]
+        to = self._index + (1 if target > self._index else -1)
+        return [SharedSum(to, "tie", (slot * len(self._ties) + tie) * 2 + end, gradient)]
+
+
+Sums = GlobalNormClipper | Ties

@@ -48,7 +48,7 @@ class InPlaceWeights:
         if self._old == version:
             return
         if self._backup is None:
-            shared = [leaf.data for leaf in self._shared(self.leaves)]
+            shared = self._shared()
             self._backup = [leaf.clone() for leaf in shared] if self._backup_memory is None else self._backup_memory
             if self._backup_memory is not None:
                 foreach.copy_(self._backup, shared)
@@ -58,9 +58,9 @@ class InPlaceWeights:
     def load_newest(self) -> None:
         """Puts the newest version into the leaves and the parameters."""
         if self._old is not None and self._backup is not None:
-            foreach.copy_([leaf.data for leaf in self._shared(self.leaves)], self._backup)
+            foreach.copy_(self._shared(), self._backup)
         if not self._fresh:
-            pairs = [(leaf, p) for leaf, p, cast in self._each() if cast]
+            pairs = [(leaf, p) for leaf, p, cast in zip(self.leaves, self._parameters, self.cast, strict=True) if cast]
             foreach.copy_([leaf.data for leaf, _ in pairs], [p.data for _, p in pairs])
         self._old, self._fresh = None, True
 
@@ -89,11 +89,9 @@ class InPlaceWeights:
         self._backup_memory, self._backup, self._old = backup_memory, None, None
         self._fresh = casts is None or not any(self.cast)
 
-    def _shared(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensor for tensor, cast in zip(tensors, self.cast, strict=True) if not cast]
-
-    def _each(self) -> list[tuple[Tensor, nn.Parameter, bool]]:
-        return list(zip(self.leaves, self._parameters, self.cast, strict=True))
+    def _shared(self) -> list[Tensor]:
+        """What the leaves hold that share the parameters' memory."""
+        return [leaf.data for leaf, cast in zip(self.leaves, self.cast, strict=True) if not cast]
 
 
 # The guard against a layer that runs its forward again in its backward, as ``torch.utils.checkpoint`` does.

@@ -186,17 +186,14 @@ class LayerOptimizer:
     def _make(self, spec: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         if not parameters:
             return
-        special = {
-            name: dict(spec.groups(self._aliases.get(name, name), p)) if spec.groups else {}
-            for name, p in parameters.items()
-        }
-        kinds: list[dict[str, Any]] = []
+        kinds: list[Mapping[str, Any]] = []
         members: list[list[nn.Parameter]] = []
         for name, parameter in parameters.items():
-            if special[name] not in kinds:
-                kinds.append(special[name])
+            kind = spec.groups(self._aliases.get(name, name), parameter) if spec.groups else {}
+            if kind not in kinds:
+                kinds.append(kind)
                 members.append([])
-            members[kinds.index(special[name])].append(parameter)
+            members[kinds.index(kind)].append(parameter)
         options = dict(spec.options)
         if fuses(spec.cls, options, parameters.values()):
             options.setdefault("fused", True)

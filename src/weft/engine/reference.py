@@ -18,6 +18,7 @@ from torch import Tensor
 from weft.data import Batch
 from weft.engine.bilevel import check_unrolled, look_ahead
 from weft.engine.cuda_graphs import CudaGraphCache
+from weft.engine.layer_state import CheckpointPart
 from weft.engine.tape import Tape
 from weft.engine.train_step import Outputs, TrainedLayers, TrainStep
 from weft.engine.weight_versions import VersionedLayer
@@ -46,8 +47,6 @@ class SequentialReference(TrainedLayers):
         check_unrolled(config)
         super().__init__(chain, config, device)
         self._graphs = graphs
-        self._unfinished: dict[str, VersionedLayer] = {}
-        """Layers with gradients whose slot is not complete."""
         self._reached = -2
 
     def step(self, i: int, batch: Batch) -> StepResult:
@@ -71,9 +70,8 @@ class SequentialReference(TrainedLayers):
                 self.offload.finish(n)
         return StepResult(i, subnets, tuple(losses), sums, skipped)
 
-    def resume(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        super().resume(states)
-        self._unfinished = {name: w for name, w in self.weights.items() if w.pending is not None}
+    def restore(self, part: CheckpointPart) -> None:
+        super().restore(part)
         self._reached = -2
 
     def train_mode(self) -> None:
@@ -143,16 +141,13 @@ class SequentialReference(TrainedLayers):
         due = [weights for weights in self._unfinished.values() if weights.last_microbatch() <= n]
         for weights in due:
             del self._unfinished[weights.layer.name]
-            if self.clipper is not None:
-                self.clipper.record(weights.slot, weights.layer.name, weights.mean_gradients())
-            if self.ties is not None:
-                self.ties.record(weights)
-        if self.clipper is not None:
-            self.clipper.advance(n + 1)
-        if self.ties is not None:
-            self.ties.advance(n + 1)
+            for sums in self.sums:
+                sums.record(weights)
+        for sums in self.sums:
+            sums.advance(n + 1)
         self.apply(due, lambda weights: n + 1)
-        self.forget_sums(n + 1)
+        for sums in self.sums:
+            sums.forget(n + 1)
         self.prune(lambda weights: n + 1)
 
 

@@ -18,8 +18,8 @@ from weft.data import Augment, Batch, Data, IterableLoader, Loader, Source
 from weft.data.loader import split_batch
 from weft.engine.bilevel import Bilevel, BilevelLoader, with_progress
 from weft.engine.consistency import Consistency, version_schedule
-from weft.engine.grad_exchange import SMALL, GlobalNormClipper, Ties, delay_of, span_of, ties_of
-from weft.engine.layer_state import CheckpointPart, capture
+from weft.engine.grad_exchange import SMALL, GlobalNormClipper, Sums, delay_of, span_of, ties_of
+from weft.engine.layer_state import CheckpointPart, capture, optimizer_states, restore
 from weft.engine.losses import counted, cross_entropy
 from weft.engine.optimizer import GlobalNorm, LayerOptimizer, Optimizer, make_schedule
 from weft.engine.rng import Seeder
@@ -160,8 +160,10 @@ class TrainedLayers:
                 weights.trains = partial(config.trains, layer)
         self.optimizer = self._make_optimizer()
         self._lr_schedule = make_schedule(config.optimizer.schedule, config.optimizer.warmup_steps)
-        self.clipper = self._make_clipper()
-        self.ties: Ties | None = ties_of(chain, config.consistency.values(), m, stages, index)
+        self.clipper = self._make_clipper(index)
+        self.ties = ties_of(chain, config.consistency.values(), m, stages, index)
+        self.sums: list[Sums] = [sums for sums in (self.clipper, self.ties) if sums is not None]
+        """What stages share about each update."""
         self.seeder = Seeder(config.seed, device)
         self.offload: Offload | None = None
         """Loads layers to the device, where they do not all stay there."""
@@ -172,6 +174,8 @@ class TrainedLayers:
         self._teacher_outputs: Outputs = None
         self._with_versions: dict[str, VersionedLayer] = {}
         """Layers that keep older versions."""
+        self._unfinished: dict[str, VersionedLayer] = {}
+        """Layers with gradients whose slot is not complete."""
 
     def route(self, subnet: Subnet) -> list[Layer]:
         """The layers that a subnet uses here, in chain order."""
@@ -231,17 +235,16 @@ class TrainedLayers:
             if not weights.kept:
                 del self._with_versions[name]
 
-    def forget_sums(self, before: int) -> None:
-        """Drops norms and sums of ties that no update from micro-batch ``before`` on needs."""
-        if self.clipper is not None:
-            self.clipper.forget(before // self.clipper.span)
-        if self.ties is not None:
-            self.ties.forget(before // self.ties.span)
-
-    def resume(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """To be called after the layers were restored: restores the optimizer's state."""
-        self.optimizer.load(states)
+    def restore(self, part: CheckpointPart) -> None:
+        """Puts the layers back as they were in a checkpoint, which may hold others too."""
+        for name, weights in self.weights.items():
+            restore(weights, part.tensors, part.layers[name])
+        states = optimizer_states(part.tensors)
+        self.optimizer.load({name: state for name, state in states.items() if name in self.optimizer.parameters})
         self._with_versions = {name: w for name, w in self.weights.items() if w.kept}
+        self._unfinished = {name: w for name, w in self.weights.items() if w.pending is not None}
+        for sums in self.sums:
+            sums.restore(part, self.device)
         if self.offload is not None:
             self.offload.bind_restored()
 
@@ -262,24 +265,23 @@ class TrainedLayers:
         step."""
         part = CheckpointPart(at)
         for weights in self.weights.values():
-            self.check_finite(weights, at // self.config.microbatches)
-        for name, weights in self.weights.items():
-            tensors, part.layers[name] = capture(weights, self.optimizer, at)
-            part.tensors.update(tensors)
-        if self.clipper is not None:
-            part.norms = self.clipper.saved(at)
-        if self.ties is not None:
-            part.tensors.update(self.ties.saved(at))
+            part.tensors.update(self.capture(weights, part))
+        for sums in self.sums:
+            sums.save(part)
         return part
 
-    def check_finite(self, weights: VersionedLayer, step: int) -> None:
-        """Raises NonFiniteError for weights that are not finite, which no checkpoint should hold."""
+    def capture(self, weights: VersionedLayer, part: CheckpointPart) -> dict[str, Tensor]:
+        """The tensors of a layer for a checkpoint, which gets its numbers; raises NonFiniteError for weights that are
+        not finite, which no checkpoint should hold."""
         weights.synchronize()
         if weights.parameters and not bool(torch.isfinite(foreach.norm(list(weights.parameters)))):
             raise NonFiniteError(
-                f"the weights of layer '{weights.layer.name}' are not finite before step {step}, "
-                "so no checkpoint is written. Try a lower learning rate or clipping"
+                f"the weights of layer '{weights.layer.name}' are not finite before step "
+                f"{part.at // self.config.microbatches}, so no checkpoint is written. Try a lower learning rate or "
+                "clipping"
             )
+        tensors, part.layers[weights.layer.name] = capture(weights, self.optimizer, part.at)
+        return tensors
 
     def first_nonfinite(self, n: int, activations: Activations, batch: Batch) -> str:
         """What first makes a value of micro-batch n not finite: runs its layers again. Empty where the activations come
@@ -320,12 +322,12 @@ class TrainedLayers:
         alias = {str(tie.second): str(tie.first) for tie in self.chain.ties}
         return LayerOptimizer(self.config.optimizer, named, separate, alias)
 
-    def _make_clipper(self) -> GlobalNormClipper | None:
+    def _make_clipper(self, index: int) -> GlobalNormClipper | None:
         clip, consistency = self.config.optimizer.clip, self.config.consistency
         if not isinstance(clip, GlobalNorm):
             return None
         span = span_of(next(iter(consistency.values())), self.config.microbatches)
-        return GlobalNormClipper(clip, delay_of(consistency.values()), span, self.weights, self.is_first, self.is_last)
+        return GlobalNormClipper(clip, delay_of(consistency.values()), span, self.weights, index, self.is_last)
 
     def _apply(self, group: Sequence[VersionedLayer], factor: float, readers: Callable[[VersionedLayer], int]) -> None:
         parameters: list[nn.Parameter] = []

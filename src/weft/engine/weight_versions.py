@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -150,12 +151,6 @@ class VersionedLayer:
         if self.inplace is not None:
             return self.inplace.leaves
         return list(self.parameters) if self.single_copy else None
-
-    def newest_tensors(self) -> list[Tensor]:
-        """The tensors of the newest version."""
-        if self.memory is not None:
-            self.memory.wait(None)
-        return self._newest()
 
     def run(self, leaves: list[Tensor], activations: Activations, extra: Mapping[str, Any]) -> Activations:
         """The layer's outputs with these leaves for its parameters."""
@@ -350,13 +345,11 @@ class VersionedLayer:
             )
 
 
+@dataclass(slots=True, eq=False)
 class PendingGradients:
     """Gradients of an unfinished slot, summed in micro-batch order, and the statistics that go with them."""
 
-    __slots__ = ("gradients", "mean", "records", "slot")
-
-    def __init__(self, slot: int, gradients: list[Tensor], records: list[BatchStatsRecord]) -> None:
-        self.slot = slot
-        self.gradients = gradients
-        self.mean: list[Tensor] | None = None
-        self.records = records
+    slot: int
+    gradients: list[Tensor]
+    records: list[BatchStatsRecord]
+    mean: list[Tensor] | None = None

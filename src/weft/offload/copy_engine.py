@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,12 +21,15 @@ CopyEvent = Any
 """Known to the engine that made it alone; None is done."""
 
 
-class CopyEngine(Protocol):
-    """Copies bytes; memory on the CPU may stand in for a device."""
+class CopyEngine:
+    """Copies bytes at once, for a CPU that stands in for a device."""
 
-    def to_device(self, target: Tensor, source: Tensor, after: Sequence[CopyEvent]) -> CopyEvent: ...
+    def to_device(self, target: Tensor, source: Tensor, after: Sequence[CopyEvent]) -> CopyEvent:
+        target.copy_(source)
+        return True
 
-    def to_host(self, target: Tensor, source: Tensor, after: Sequence[CopyEvent]) -> CopyEvent: ...
+    def to_host(self, target: Tensor, source: Tensor, after: Sequence[CopyEvent]) -> CopyEvent:
+        target.copy_(source)
 
     def record(self) -> CopyEvent:
         """All that the device has been given to do so far."""
@@ -39,38 +42,14 @@ class CopyEngine(Protocol):
 
     def done(self, event: CopyEvent) -> bool:
         """Whether nothing needs to wait for the event any more."""
+        return True
 
     def count_late(self) -> int:
         """How many copies to the device that were waited for since the last call were not done in time."""
-
-
-class SyncCopy:
-    """Copies at once: for a CPU that stands in for a device."""
-
-    def to_device(self, target: Tensor, source: Tensor, after: Sequence[CopyEvent]) -> CopyEvent:
-        target.copy_(source)
-        return True
-
-    def to_host(self, target: Tensor, source: Tensor, after: Sequence[CopyEvent]) -> CopyEvent:
-        target.copy_(source)
-
-    def record(self) -> CopyEvent:
-        return None
-
-    def wait(self, event: CopyEvent) -> None:
-        return
-
-    def synchronize(self, event: CopyEvent) -> None:
-        return
-
-    def done(self, event: CopyEvent) -> bool:
-        return True
-
-    def count_late(self) -> int:
         return 0
 
 
-class CudaCopy:
+class CudaCopy(CopyEngine):
     """Two streams beside that of the computation; the events are CUDA's."""
 
     def __init__(self, device: torch.device) -> None:

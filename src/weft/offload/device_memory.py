@@ -7,7 +7,6 @@ computation, that read it last is done: events stand for these, and only the nex
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,15 +27,6 @@ OnChange = Callable[[str, MemoryBlock], None]
 """Called with "arriving", "resident" or "leaving", the words of traces."""
 
 
-@dataclass(slots=True)
-class Traffic:
-    """Bytes that were copied so far, and the most that lay on the device at once."""
-
-    loaded_bytes: int = 0
-    evicted_bytes: int = 0
-    peak_bytes: int = 0
-
-
 class DeviceMemory:
     """``capacity`` bytes for what micro-batches use, and ``reserve`` bytes for a layer whose update comes late."""
 
@@ -53,7 +43,7 @@ class DeviceMemory:
         self.typed_views = TypedViews(self.memory)
         self._storage_offset = int(self.memory.storage_offset())
         self.host, self.copy_engine = host, copy_engine
-        self.traffic = Traffic()
+        self.loaded_bytes = self.evicted_bytes = self.peak_bytes = 0
         self.on_change: OnChange | None = None
         self.capacity = capacity
         self._policy = EvictionPolicy(capacity, lambda block: block.pinned, next_use)
@@ -103,23 +93,21 @@ class DeviceMemory:
             self._evict(block, span)
         for block, span in relocation.loads:
             self._load(block, span)
-        self.traffic.peak_bytes = max(self.traffic.peak_bytes, self.used)
         return True
 
     def place_in_reserve(self, block: MemoryBlock) -> bool:
         """Loads a block into the reserve, until ``release``; False where that is taken or too small."""
-        span = self._reserve.allocate(block, block.size)
-        if span is None:
+        if self._reserve.allocate(block, block.size) is None:
             return False
-        self._load(block, AddressSpan(self.capacity + span.start, span.size))
-        self.traffic.peak_bytes = max(self.traffic.peak_bytes, self.used)
+        self._load(block, self._span(block))
         return True
 
     def release(self, block: MemoryBlock) -> None:
         """Evicts the block from the reserve, if it is there."""
         if block in self._reserve.spans:
-            span = self._reserve.free(block)
-            self._evict(block, AddressSpan(self.capacity + span.start, span.size))
+            span = self._span(block)
+            self._reserve.free(block)
+            self._evict(block, span)
 
     def evict_all(self) -> None:
         """Evicts all that is not pinned, and waits until the host has it."""
@@ -168,7 +156,7 @@ class DeviceMemory:
         source = self.bytes_of(main)[: block.size]
         block.evicted = self.copy_engine.to_host(block.host, source, [self.copy_engine.record()])
         self.copy_engine.wait(block.evicted)  # the update comes after
-        self.traffic.evicted_bytes += block.size
+        self.evicted_bytes += block.size
         return block.layer.trained_views(block.host)
 
     def _wait_writable(self, spare: MemoryBlock) -> None:
@@ -193,7 +181,7 @@ class DeviceMemory:
         if block.dirty:
             target = block.copied_host
             block.evicted = self.copy_engine.to_host(target, self._bytes_at(span, len(target)), events)
-            self.traffic.evicted_bytes += len(target)
+            self.evicted_bytes += len(target)
             events = [block.evicted]
         block.dirty, block.loaded, block.last_use = False, None, None
         if any(event is not None for event in events):
@@ -204,13 +192,14 @@ class DeviceMemory:
 
     def _load(self, block: MemoryBlock, span: AddressSpan) -> None:
         after = self._claim(span)
+        self.peak_bytes = max(self.peak_bytes, self.used)
         if block.host is None:  # spare room: whoever takes it waits
             block.writable = after
             return
         source = block.copied_host
         after.append(block.evicted)
         block.loaded = self.copy_engine.to_device(self._bytes_at(span, len(source)), source, after)
-        self.traffic.loaded_bytes += len(source)
+        self.loaded_bytes += len(source)
         block.layer.bind_to_device(block)
         if self.on_change is not None:
             self.on_change("arriving", block)

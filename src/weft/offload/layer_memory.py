@@ -170,7 +170,7 @@ class LayerMemory:
         if self.weights.inplace is not None:
             self._device.take_spare(spare, block)
             return self.copy_to(self._device.bytes_of(block), self.weights.parameters)
-        kept = self.weights.newest_tensors()  # what forwards under way compute with
+        kept = self.weights.tensors_at(self.weights.newest)  # what forwards under way compute with
         self._device.copy_on_write(self.main, spare, block)
         self._bind(self._device.byte_offset(self.main))
         return kept

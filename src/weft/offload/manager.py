@@ -22,7 +22,7 @@ from weft.engine.optimizer import LayerOptimizer
 from weft.engine.weight_versions import VersionedLayer
 from weft.errors import TrainError
 from weft.offload.config import OffloadConfig
-from weft.offload.copy_engine import BackgroundWorker, CopyEngine, CudaCopy, SyncCopy
+from weft.offload.copy_engine import BackgroundWorker, CopyEngine, CudaCopy
 from weft.offload.device_memory import DeviceMemory
 from weft.offload.host_memory import HostMemory
 from weft.offload.layer_memory import LayerMemory, MemoryBlock
@@ -79,7 +79,7 @@ class OffloadManager:
         capacity = min(config.bytes // ALIGNMENT * ALIGNMENT - reserve, max(useful, self.least - reserve))
         cuda = device.type == "cuda"
         host = HostMemory([layout.copied_bytes for layout in layouts.values()], cuda, host_buffer)
-        copy_engine = copy_engine or (CudaCopy(device) if cuda else SyncCopy())
+        copy_engine = copy_engine or (CudaCopy(device) if cuda else CopyEngine())
         self.device = DeviceMemory(device, capacity, reserve, host, copy_engine, self._next_use)
         self.layers = {
             name: LayerMemory(w, optimizer, layouts[name], block, self.device)
@@ -199,28 +199,16 @@ class OffloadManager:
     def pinned_on_device(self, names: Iterable[str]) -> Iterator[None]:
         """A block in which the newest versions of some layers are on the device, for a use outside micro-batches."""
         layers = [self.layers[name] for name in dict.fromkeys(names) if name in self.layers]
-        blocks = [layer.main for layer in layers]
-        while blocks and not self.device.load(blocks):
-            if self._queue.ready:
-                self._back_off()
-            elif len(blocks) == 1 and self.device.place_in_reserve(layers[0].main):
-                break
-            else:
-                together = sum(block.size for block in blocks)
-                raise TrainError(
-                    f"offload.budget = {format_bytes(self._config.bytes)} cannot hold {len(layers)} layers that are "
-                    f"needed at once, {format_bytes(together)}: give it that much"
-                )
-        for layer in layers:
-            layer.pins += 1
-            layer.wait(None)
+        with torch.inference_mode(False):  # tensors that are bound to parameters must allow training too
+            self._pin(layers)
         try:
             yield
         finally:
-            self._record_use(layers)
-            for layer in layers:
-                layer.pins -= 1
-                self.device.release(layer.main)
+            with torch.inference_mode(False):
+                self._record_use(layers)
+                for layer in layers:
+                    layer.pins -= 1
+                    self.device.release(layer.main)
 
     def bind_restored(self) -> None:
         """To be called after a checkpoint was restored into the layers."""
@@ -243,11 +231,11 @@ class OffloadManager:
             "uses": self.uses,
             "misses": misses,
             "hit_rate": 1.0 - misses / self.uses if self.uses else 1.0,
-            "loaded_bytes": self.device.traffic.loaded_bytes,
-            "evicted_bytes": self.device.traffic.evicted_bytes,
+            "loaded_bytes": self.device.loaded_bytes,
+            "evicted_bytes": self.device.evicted_bytes,
             "resident": self.device.used,
             "pinned": sum(block.size for block in blocks if block.pinned),
-            "peak": self.device.traffic.peak_bytes,
+            "peak": self.device.peak_bytes,
             "budget": self._config.bytes,
             "device_peak": torch.cuda.max_memory_allocated(self.device.memory.device) if self._cuda else 0,
             "layers": sum(block is block.layer.main for block in blocks),
@@ -286,6 +274,23 @@ class OffloadManager:
             self._misses += len(blocks) - present
         self._queue.admit()
         return True
+
+    def _pin(self, layers: Sequence[LayerMemory]) -> None:
+        blocks = [layer.main for layer in layers]
+        while blocks and not self.device.load(blocks):
+            if self._queue.ready:
+                self._back_off()
+            elif len(blocks) == 1 and self.device.place_in_reserve(blocks[0]):
+                break
+            else:
+                together = sum(block.size for block in blocks)
+                raise TrainError(
+                    f"offload.budget = {format_bytes(self._config.bytes)} cannot hold {len(layers)} layers that are "
+                    f"needed at once, {format_bytes(together)}: give it that much"
+                )
+        for layer in layers:
+            layer.pins += 1
+            layer.wait(None)
 
     def _back_off(self) -> None:
         n = self._queue.requeue_last()
@@ -326,8 +331,7 @@ class AdmissionQueue:
 
     def __init__(self) -> None:
         self.ready: deque[int] = deque()
-        self._source: Iterator[int] = iter(())
-        self._waiting: deque[int] = deque()
+        self._following = self._total = 0
         self._started: set[int] = set()
 
     def __contains__(self, n: int) -> bool:
@@ -336,27 +340,21 @@ class AdmissionQueue:
 
     def fill(self, first: int, total: int) -> None:
         """From here on the micro-batches ``first`` to ``total - 1`` are queued."""
-        self._waiting.clear()
-        self._source = iter(range(first, total))
+        self._following, self._total = first, total
 
     def peek(self) -> int | None:
         """The next one to get its layers."""
-        if not self._waiting:
-            n = next(self._source, None)
-            if n is None:
-                return None
-            self._waiting.append(n)
-        return self._waiting[0]
+        return self._following if self._following < self._total else None
 
     def admit(self) -> None:
         """The next one is ready."""
-        self.ready.append(self._waiting.popleft())
+        self.ready.append(self._following)
+        self._following += 1
 
     def requeue_last(self) -> int:
         """Puts the last one that became ready back."""
-        n = self.ready.pop()
-        self._waiting.appendleft(n)
-        return n
+        self._following = self.ready.pop()
+        return self._following
 
     def start(self, n: int) -> None:
         self.ready.remove(n)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -21,6 +21,11 @@ HORIZON = 1024
 
 SMALL = 2**-14
 """What takes less than this part of the device is placed at its end and evicted last: evicting it gains no room."""
+
+STALE_ENTRIES = 1024
+"""So many heap entries may be stale, or four for every live key, before the heap is rebuilt."""
+
+Priority = tuple[bool, float]
 
 
 class NextUses:
@@ -75,18 +80,21 @@ class EvictionPolicy(Generic[Key]):
     def __init__(self, size: int, pinned: Callable[[Key], bool], next_use: Callable[[Key], float]) -> None:
         self.allocator: AddressAllocator[Key] = AddressAllocator(size)
         self._pinned, self._next_use = pinned, next_use
-        self._queue = EvictionQueue(self._priority, self.allocator.spans)
+        # Keys in the order of their eviction: a heap whose stale entries are recognised when they come up.
+        self._heap: list[tuple[Priority, int, Key]] = []
+        self._number = count()
+        self._heap_limit = STALE_ENTRIES
 
     def reprioritize(self, keys: Iterable[Key]) -> None:
         """To be called when the next use of these may be farther away than before."""
         for key in keys:
             if key in self.allocator.spans:
-                self._queue.add(key)
+                self._enqueue(key)
 
     def place_at(self, key: Key, span: AddressSpan) -> None:
         """Places the key exactly there, within a hole."""
         self.allocator.allocate_at(key, span)
-        self._queue.add(key)
+        self._enqueue(key)
 
     def place(self, sizes: Mapping[Key, int]) -> Relocation[Key] | None:
         """Places all of these at once; None, with nothing changed, where that cannot be.
@@ -119,7 +127,7 @@ class EvictionPolicy(Generic[Key]):
         for key in sorted(missing, key=lambda key: -sizes[key]):
             span = self._allocate(key, sizes[key])
             if span is None:
-                with closing(self._queue.pick()) as order:
+                with closing(self._eviction_order()) as order:
                     freed = allocator.make_room(sizes[key], order, movable)
                     if freed is not None:
                         relocation.evictions += [(other, allocator.free(other)) for other in freed]
@@ -136,52 +144,30 @@ class EvictionPolicy(Generic[Key]):
     def _allocate(self, key: Key, size: int) -> AddressSpan | None:
         span = self.allocator.allocate(key, size, high=size < self.allocator.size * SMALL)
         if span is not None:
-            self._queue.add(key)
+            self._enqueue(key)
         return span
 
-    def _priority(self, key: Key) -> tuple[bool, float]:
+    def _priority(self, key: Key) -> Priority:
         """Less for what should go first."""
         return self.allocator.spans[key].size < self.allocator.size * SMALL, -self._next_use(key)
 
-    def _undo(self, relocation: Relocation[Key]) -> None:
-        for key, _ in relocation.loads:
-            self.allocator.free(key)
-        for key, span in relocation.evictions:
-            self.place_at(key, span)
-
-
-Priority = tuple[bool, float]
-
-STALE_ENTRIES = 1024
-"""So many heap entries may be stale, or four for every live key, before the heap is rebuilt."""
-
-
-class EvictionQueue(Generic[Key]):
-    """Keys in the order of their eviction: a heap whose stale entries are recognised when they come up.
-
-    ``priority`` is less for what should go first, and ``present`` holds all that can go. Call ``add`` for a new key,
-    and for one that should go sooner than before. That a key should go later is noticed without a call.
-    """
-
-    def __init__(self, priority: Callable[[Key], Priority], present: Container[Key]) -> None:
-        self._priority, self._present = priority, present
-        self._heap: list[tuple[Priority, int, Key]] = []
-        self._number = count()
-        self._limit = STALE_ENTRIES
-
-    def add(self, key: Key) -> None:
+    def _enqueue(self, key: Key) -> None:
+        """For a new key, and for one that should go sooner than before: that it should go later is noticed anyway."""
         heappush(self._heap, (self._priority(key), next(self._number), key))
-        if len(self._heap) > self._limit:
-            self.rebuild()
+        if len(self._heap) > self._heap_limit:
+            keys = dict.fromkeys(key for _, _, key in self._heap if key in self.allocator.spans)
+            self._heap[:] = [(self._priority(key), next(self._number), key) for key in keys]
+            heapify(self._heap)
+            self._heap_limit = STALE_ENTRIES + 4 * len(self._heap)
 
-    def pick(self) -> Generator[Key]:
+    def _eviction_order(self) -> Generator[Key]:
         """Keys from the first to go to the last. What is still present when the iterator is closed stays queued."""
         heap, picked = self._heap, dict[Key, tuple[Priority, int, Key]]()
         try:
             while heap:
                 entry = heappop(heap)
                 key = entry[2]
-                if key not in self._present or key in picked:
+                if key not in self.allocator.spans or key in picked:
                     continue
                 priority = self._priority(key)
                 if priority != entry[0]:
@@ -191,12 +177,11 @@ class EvictionQueue(Generic[Key]):
                 yield key
         finally:
             for key, entry in picked.items():
-                if key in self._present:
+                if key in self.allocator.spans:
                     heappush(heap, entry)
 
-    def rebuild(self) -> None:
-        """Drops all stale entries."""
-        keys = dict.fromkeys(key for _, _, key in self._heap if key in self._present)
-        self._heap[:] = [(self._priority(key), next(self._number), key) for key in keys]
-        heapify(self._heap)
-        self._limit = STALE_ENTRIES + 4 * len(self._heap)
+    def _undo(self, relocation: Relocation[Key]) -> None:
+        for key, _ in relocation.loads:
+            self.allocator.free(key)
+        for key, span in relocation.evictions:
+            self.place_at(key, span)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 
 import torch
@@ -54,7 +54,7 @@ def attach(
     if microbatches <= MAX_ROUTES:
         scored = (names(chain.route(subnet)) for subnet in extra_subnets)
         routes = [*(route(n) for n in range(microbatches)), *scored]
-    deferred = engine.clipper is not None or engine.ties is not None
+    deferred = bool(engine.sums)
     manager = OffloadManager(
         weights, engine.optimizer, engine.device, offload, route, routes, deferred, copy_engine, host_buffer
     )
@@ -77,21 +77,12 @@ def detach(chain: Chain) -> None:
         manager.flush()
 
 
-@contextmanager
-def on_device(chain: Chain, subnet: Subnet) -> Iterator[None]:
+def on_device(chain: Chain, subnet: Subnet) -> AbstractContextManager[None]:
     """A block in which the layers of a subnet are on the device, wherever the others are."""
     manager = _MANAGERS.get(chain)
     if manager is None or not isinstance(subnet, Subnet):
-        yield
-        return
-    pinned = manager.pinned_on_device(layer.name for layer in chain.route(subnet))
-    with torch.inference_mode(False):  # tensors that are bound to parameters must allow training too
-        pinned.__enter__()
-    try:
-        yield
-    finally:
-        with torch.inference_mode(False):
-            pinned.__exit__(None, None, None)
+        return nullcontext()
+    return manager.pinned_on_device([layer.name for layer in chain.route(subnet)])
 
 
 def move_buffers(chain: Chain, device: torch.device) -> None:

@@ -4,13 +4,12 @@ has to wait for it, and a checkpoint reads each layer before it changes."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.engine.batch_stats import BatchStatsRecord
-from weft.engine.layer_state import CheckpointPart, capture
+from weft.engine.layer_state import CheckpointPart
 from weft.engine.train_step import TrainedLayers, TrainStep
 from weft.engine.weight_versions import VersionedLayer
 from weft.pipeline.scheduler import LayerDependency, Scheduler
@@ -35,7 +34,6 @@ class LayerUpdates(TrainedLayers):
         self.snapshots: list[CheckpointPart] = []
         """Parts of checkpoints that are not complete yet, in order."""
         self._stashed: dict[tuple[str, int], tuple[list[Tensor | None], BatchStatsRecord | None]] = {}
-        self._unfinished: dict[str, VersionedLayer] = {}
         self._ready: dict[str, VersionedLayer] = {}
         """Layers with a full slot that has to wait."""
 
@@ -67,7 +65,7 @@ class LayerUpdates(TrainedLayers):
             if stashed is not None:
                 weights.add(n, *stashed)
             touched[name] = weights  # even if this one does not count: it may be the last of its slot
-        if self.clipper is not None or self.ties is not None:
+        if self.sums:
             # Other stages get their share of a slot once its last micro-batch is done, even one without the layer.
             touched = self._unfinished | touched
             self._unfinished = {
@@ -76,7 +74,8 @@ class LayerUpdates(TrainedLayers):
         full = [w for name, w in touched.items() if w.pending and self._is_full(scheduler, name, w)]
         self._ready |= {w.layer.name: w for w in full}
         self.apply_ready(scheduler.oldest)
-        self.forget_sums(min([scheduler.oldest, *(snapshot.at for snapshot in self.snapshots)]))
+        for sums in self.sums:
+            sums.forget(min([scheduler.oldest, *(snapshot.at for snapshot in self.snapshots)]))
         self.prune(lambda weights: self._first_reader(weights, scheduler.oldest))
 
     def apply_ready(self, oldest: int) -> None:
@@ -94,22 +93,14 @@ class LayerUpdates(TrainedLayers):
         for snapshot in ready:
             for name in self.weights:
                 self._capture(snapshot, name, oldest)
-            if self.clipper is not None:
-                snapshot.norms = self.clipper.saved(snapshot.at)
-            if self.ties is not None:
-                sums = self.ties.saved(snapshot.at)
-                snapshot.tensors.update({key: tensor.detach().clone() for key, tensor in sums.items()})
+            for sums in self.sums:
+                sums.save(snapshot)
         self.snapshots = [snapshot for snapshot in self.snapshots if snapshot not in ready]
         return ready
 
     def has_sums(self, at: int) -> bool:
-        """Whether all norms of updates before a micro-batch are known here, and all gradients of tied weights."""
-        normed = self.clipper is None or self.clipper.count >= at // self.clipper.span
-        return normed and (self.ties is None or self.ties.complete(at))
-
-    def resume(self, states: Any) -> None:
-        super().resume(states)
-        self._unfinished = {name: w for name, w in self.weights.items() if w.pending is not None}
+        """Whether all sums of updates before a micro-batch are known here and passed on."""
+        return all(sums.complete(at) for sums in self.sums)
 
     def _is_full(self, scheduler: Scheduler, name: str, weights: VersionedLayer) -> bool:
         return scheduler.complete(name, weights.slot, weights.last_microbatch())
@@ -123,13 +114,9 @@ class LayerUpdates(TrainedLayers):
     def _must_wait(self, weights: VersionedLayer) -> bool:
         """Whether an update that is due must wait: for its norm, for the gradient of a tied parameter's other copy, or
         for a forward that must not read it."""
-        if self.clipper is not None:
-            self.clipper.record(weights.slot, weights.layer.name, weights.mean_gradients())
-        if self.ties is not None:
-            self.ties.record(weights)
-        if self.clipper is not None and not self.clipper.known(weights.slot):
-            return True
-        if self.ties is not None and not self.ties.known(weights):
+        for sums in self.sums:
+            sums.record(weights)
+        if not all(sums.known(weights) for sums in self.sums):
             return True
         return self.one_copy and self.forwarded <= weights.schedule.last_reader(weights.slot)
 
@@ -151,6 +138,5 @@ class LayerUpdates(TrainedLayers):
         weights = self.weights[name]
         if weights.pending is not None and weights.last_microbatch() < snapshot.at:
             self._update([weights], oldest)
-        self.check_finite(weights, snapshot.at // self.config.microbatches)
-        tensors, snapshot.layers[name] = capture(weights, self.optimizer, snapshot.at)
+        tensors = self.capture(weights, snapshot)
         snapshot.tensors.update({key: tensor.detach().clone() for key, tensor in tensors.items()})

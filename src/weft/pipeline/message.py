@@ -83,12 +83,7 @@ class TensorLayout:
 def pack(message: Message, pinned: bool = False) -> Tensor:
     """The message as a block of bytes. With ``pinned`` memory copies from a device are issued and not waited for."""
     parts = _parts((*message.tensors, message.report))
-    header = _header(message, [layout for layout, _ in parts])
-    starts, length = _offsets(PREFIX + len(header), [layout for layout, _ in parts if layout is not None])
-    block = torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
-    _write(block, prefix(len(header), length, 0) + header)
-    _pack(block, starts, parts)
-    return block
+    return _block(message, parts, parts, 0, pinned)
 
 
 def pack_with_payload(message: Message, device: torch.device) -> tuple[Tensor, Callable[[], Tensor]]:
@@ -102,14 +97,8 @@ def pack_with_payload(message: Message, device: torch.device) -> tuple[Tensor, C
     _pack(payload, starts, parts)
 
     def block() -> Tensor:
-        report = None if message.report is None else message.report.cpu()
-        report_part = _parts((report,))
-        header = _header(message, [layout for layout, _ in (*parts, *report_part)])
-        places, total = _offsets(PREFIX + len(header), [layout for layout, _ in report_part if layout is not None])
-        block = torch.empty(total, dtype=torch.uint8)
-        _write(block, prefix(len(header), total, length) + header)
-        _pack(block, places, report_part)
-        return block
+        report = _parts((None if message.report is None else message.report.cpu(),))
+        return _block(message, [*parts, *report], report, length)
 
     return payload, block
 
@@ -172,14 +161,17 @@ def _parts(tensors: Sequence[Tensor | None]) -> Parts:
     return [(None, None) if x is None else (TensorLayout.of(x.detach()), x.detach()) for x in tensors]
 
 
-def _header(message: Message, layouts: Sequence[TensorLayout | None]) -> bytes:
-    places = [None if x is None else [x.dtype, x.sizes, x.strides, x.line] for x in layouts]
+def _block(message: Message, parts: Parts, inside: Parts, payload: int, pinned: bool = False) -> Tensor:
+    """The header of all parts, and behind it those that go in this block."""
+    places = [None if x is None else [x.dtype, x.sizes, x.strides, x.line] for x, _ in parts]
     head = {"k": message.kind, "n": message.microbatch, "w": message.needs_grad, "t": places, "x": message.note}
-    return json.dumps(head, separators=(",", ":")).encode()
-
-
-def _write(block: Tensor, begin: bytes) -> None:
+    header = json.dumps(head, separators=(",", ":")).encode()
+    starts, length = _offsets(PREFIX + len(header), [layout for layout, _ in inside if layout is not None])
+    block = torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
+    begin = prefix(len(header), length, payload) + header
     block[: len(begin)].copy_(torch.frombuffer(bytearray(begin), dtype=torch.uint8))
+    _pack(block, starts, inside)
+    return block
 
 
 def _pack(block: Tensor, starts: Sequence[int], parts: Parts) -> None:

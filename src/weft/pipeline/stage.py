@@ -11,13 +11,12 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft.data import Batch
 from weft.engine.batch_stats import BatchStatsRecord
 from weft.engine.bilevel import check_unrolled
 from weft.engine.cuda_graphs import CudaGraphCache, Gradients
-from weft.engine.grad_exchange import NORMS, TIES
 from weft.engine.tape import Tape
 from weft.engine.train_step import TrainStep
 from weft.pipeline.layer_updates import TEACHER, LayerUpdates
@@ -92,10 +91,9 @@ class Stage(LayerUpdates):
         for at in self._schedules:
             # A gradient joins its slot when the slots before it are applied, whatever its backward reads.
             version = at.slot(n) if kind == "B" else at.forward_reads(n)
-            if self.clipper is not None and version > self.clipper.delay:
-                counters.append((NORMS, version - self.clipper.delay))
-            if self.ties is not None and self.ties.layers and version > self.ties.delay:
-                counters.append((TIES, version - self.ties.delay))
+            for sums in self.sums:
+                if sums.awaited and version > sums.delay:
+                    counters.append((sums.counter, version - sums.delay))
             if self.one_copy:
                 counters += forwards_to_await(at, kind, n)
         return counters
@@ -145,10 +143,6 @@ class Stage(LayerUpdates):
     def first_nonfinite_layer(self, n: int) -> str:
         """What on this stage first makes a value of micro-batch n not finite; empty where its inputs are so."""
         return self.first_nonfinite(n, self._in_flight[n].inputs, self._in_flight[n].batch)
-
-    def modules(self, subnet: Subnet) -> list[nn.Module]:
-        """The modules of the layers that a subnet uses here."""
-        return [self.chain.module(layer) for layer in self.route(subnet)]
 
     def _route(self, n: int) -> tuple[Subnet, list[Layer]]:
         """The subnet of micro-batch n, and its layers here."""

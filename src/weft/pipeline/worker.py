@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from weft.data import Batch
-from weft.engine.grad_exchange import NORMS, TIES, TiedGradients
+from weft.engine.grad_exchange import SharedSum
 from weft.engine.layer_state import CheckpointPart
 from weft.errors import PipelineError
 from weft.pipeline.message import Message
@@ -26,14 +26,6 @@ Send = Callable[[int, Message], None]
 
 BatchOf = Callable[[int], Batch]
 """The batch of a micro-batch by its number; asked for once."""
-
-
-@dataclass(slots=True)
-class WorkerStats:
-    """Seconds that decisions have taken so far, and the most micro-batches in flight."""
-
-    deciding: float = 0.0
-    peak: int = 0
 
 
 @dataclass(slots=True)
@@ -69,8 +61,7 @@ class Worker:
         self.stage = stage
         # Updates that wait for later forwards would keep layers on the device in the place that those need.
         stage.one_copy = stage.one_copy and policy.max_in_flight >= stage.stages - stage.index and stage.offload is None
-        waits = stage.one_copy or stage.clipper is not None or stage.ties is not None
-        counters = stage.counters if waits else None
+        counters = stage.counters if stage.one_copy or stage.sums else None
         can_admit = None if stage.offload is None else stage.offload.can_start
         if stage.offload is not None:
             stage.offload.begin_run(first, until)
@@ -78,11 +69,12 @@ class Worker:
             stage.index, stage.stages, stage.dependencies, until, policy, first, counters, can_admit
         )
         stage.forwarded = first
-        if stage.clipper is not None:
-            self.scheduler.advance_counter(NORMS, stage.clipper.count)
-        if stage.ties is not None:
-            self.scheduler.advance_counter(TIES, stage.ties.count)
-        self.stats = WorkerStats()
+        for sums in stage.sums:
+            self.scheduler.advance_counter(sums.counter, sums.count)
+        self.deciding = 0.0
+        """Seconds that decisions have taken so far."""
+        self.peak = 0
+        """The most micro-batches in flight so far."""
         self.reports: list[tuple[int, Tensor]] = []
         """Loss and metrics by micro-batch, in order of arrival; the caller takes them out."""
         self.on_start: Callable[[Op], None] | None = None
@@ -104,11 +96,9 @@ class Worker:
         match message.kind:
             case "end":
                 self.end(message.microbatch)
-            case "norm" | "total":
-                self._receive_norm(message)
-            case "tie":
-                assert self.stage.ties is not None
-                self._send_tied(self.stage.ties.received(message.microbatch, message.tensors[0]))
+            case "norm" | "total" | "tie" as kind:
+                sums = next(sums for sums in self.stage.sums if kind in sums.kinds)
+                self._send_sums(sums.received(kind, message.microbatch, message.tensors[0]))
                 self._exchange()
             case kind:
                 self._inbox[kind, message.microbatch] = message
@@ -128,7 +118,7 @@ class Worker:
         op = self.scheduler.next()
         if op is None:
             return None
-        self.stats.peak = max(self.stats.peak, len(self.scheduler.in_flight))
+        self.peak = max(self.peak, len(self.scheduler.in_flight))
         dependencies = self.scheduler.dependencies(op)
         if self.on_start is not None:
             self.on_start(op)
@@ -153,7 +143,7 @@ class Worker:
             between = time.perf_counter()
             ready = self.scheduler.complete_op(op)
             decided = time.perf_counter()
-            self.stats.deciding += decided - between
+            self.deciding += decided - between
             updates = self.stage.updates
             self.stage.commit(ready, self.scheduler)
             end = now = time.perf_counter()
@@ -164,7 +154,7 @@ class Worker:
             if offload is not None:
                 offload.finish(op.microbatch)
         done.deferred_updates, done.prepared = deferred, prepared
-        self.stats.deciding += start - before + (now - end)
+        self.deciding += start - before + (now - end)
         return done
 
     def finish(self, save: bool = False) -> list[CheckpointPart]:
@@ -179,34 +169,18 @@ class Worker:
         self.stage.finish(until)
         return self.stage.ready_snapshots(until)
 
-    def _receive_norm(self, message: Message) -> None:
-        clipper, value = self.stage.clipper, message.tensors[0]
-        assert clipper is not None and value is not None  # noqa: PT018
-        self._send_norms(clipper.received(message.kind, message.microbatch, value))
-        self._exchange()
-
     def _exchange(self) -> None:
         """Sends sums on as far as they are known, and applies the updates that have waited for them."""
-        clipper, ties = self.stage.clipper, self.stage.ties
-        if clipper is not None:
-            self._send_norms(clipper.advance(self.scheduler.oldest))
-        if ties is not None:
-            self._send_tied(ties.advance(self.scheduler.oldest))
-        if clipper is not None or ties is not None:
+        for sums in self.stage.sums:
+            self._send_sums(sums.advance(self.scheduler.oldest))
+        if self.stage.sums:
             self.stage.apply_ready(self.scheduler.oldest)
-        if clipper is not None:
-            self.scheduler.advance_counter(NORMS, clipper.count)
-        if ties is not None:
-            self.scheduler.advance_counter(TIES, ties.count)
+        for sums in self.stage.sums:
+            self.scheduler.advance_counter(sums.counter, sums.count)
 
-    def _send_norms(self, sums: list[tuple[str, int, Tensor]]) -> None:
-        for kind, slot, value in sums:
-            to = self.stage.index + (1 if kind == "total" else -1)
-            self._send(to, Message("total" if kind == "total" else "norm", slot, (value,), (False,)))
-
-    def _send_tied(self, gradients: TiedGradients) -> None:
-        for to, number, gradient in gradients:
-            self._send(to, Message("tie", number, (gradient,), (False,)))
+    def _send_sums(self, sent: list[SharedSum]) -> None:
+        for to, kind, number, value in sent:
+            self._send(to, Message(kind, number, (value,), (False,)))
 
     def _register_snapshots(self, until: int | None = None) -> None:
         reach = self.scheduler.known if until is None else until

@@ -228,10 +228,7 @@ def _manifest(folder: Path, step: int) -> tuple[dict[str, Any], list[ShardEntry]
             raise CheckpointError(f"it has format {body['format']} and this weft reads {FORMAT}: use a newer weft")
         if digest != _digest(body) or body["step"] != step:
             raise CheckpointError("its manifest.json has other content than was saved")
-        entries = [
-            ShardEntry(item["file"], item["bytes"], item["sha256"], {k: tuple(v) for k, v in item["layers"].items()})
-            for item in body["shards"]
-        ]
+        entries = [ShardEntry.from_json(item) for item in body["shards"]]
     except OSError:
         raise CheckpointError("it has no manifest.json") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -43,6 +44,11 @@ class ShardEntry:
     sha256: str
     layers: Mapping[str, tuple[str, ...]]
     """The names of the tensors by layer."""
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> ShardEntry:
+        layers = {name: tuple(names) for name, names in saved["layers"].items()}
+        return cls(saved["file"], saved["bytes"], saved["sha256"], layers)
 
     @property
     def names(self) -> list[str]:

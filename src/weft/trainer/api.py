@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from weft.trainer.config import (
     validation_of,
 )
 from weft.trainer.device_engine import DeviceEngine
-from weft.trainer.manifest import config_of, describe_run, go_back, open_run
+from weft.trainer.manifest import config_of, describe_run, open_run, opened
 from weft.trainer.partitioning import LaunchSpec
 from weft.trainer.rank_main import run_stage, run_stages
 from weft.trainer.trainer import Trainer, check_validation, stop_requests
@@ -90,7 +91,7 @@ def train(
 
     Ctrl-C finishes the step, writes a checkpoint and raises KeyboardInterrupt; a second Ctrl-C stops at once.
     """
-    kept = RunConfig(name=run) if isinstance(run, str) else run or RunConfig()
+    kept = _run_config(run)
     parts = merge_fields((config or TrainConfig(), execution or Execution(), kept), options)
     config, execution, kept = parts
     if execution.threads is not None:
@@ -116,7 +117,17 @@ def load_run(path: Path | str, net: Chain | Factory, data: Any, **options: Any) 
     fields of TrainConfig, Execution and RunConfig that are to differ, such as ``device``; code of your own (a loss, a
     metric) must be among them, since nothing is imported because a file names it.
     """
-    return _loaded(Run.open(path), net, data, options)
+    run = Run.open(path)
+    seed = int(options.get("seed", run.manifest.get("seed") or 0))
+    shape = initialise(net, seed, only=())
+    if run.manifest.get("space") not in (None, shape.space.id):
+        raise CheckpointError(
+            f"run '{run.name}' is of the space {run.manifest['space']}, not of this supernet's {shape.space.id}"
+        )
+    config, execution, kept = config_of(run, shape, {**options, "seed": seed})
+    chain = _chain(shape, seed, execution, run)
+    step = resolve(config, chain, kept.metrics)
+    return TrainedRun(run, chain, as_data(data, seed), config, execution, step, net)
 
 
 def retrain(
@@ -151,11 +162,15 @@ def retrain(
         init_from=weights,
     )
     execution = replace(trained.execution, stages=None, cut=None, offload=None)
-    kept = RunConfig(name=run) if isinstance(run, str) else run or RunConfig()
+    kept = _run_config(run)
     if run is None or isinstance(run, str):
         name = kept.name or f"{trained.run.name}-{subnet.id}"
         kept = replace(kept, name=name, folder=trained.run.path.parent, metrics=trained.step.metrics)
     return train(trained.net, trained.data, config, execution=execution, run=kept, **options)
+
+
+def _run_config(run: RunConfig | str | None) -> RunConfig:
+    return RunConfig(name=run) if isinstance(run, str) else run or RunConfig()
 
 
 def _train_here(
@@ -176,11 +191,8 @@ def _train_here(
     load_initial(chain, config.init_from)
     engine.start_offload(trainer.subnets)
     described = describe_run(chain, loaded, step, execution, config.init_from)
-    run = open_run(kept, described, device, resume)
-    with run.locked(), stop_requests() as stopping:
-        trainer.open(run, callbacks)
-        if resume and (at := go_back(run)) is not None:
-            trainer.restore(at)
+    with opened(kept, described, device, resume) as (run, at), stop_requests() as stopping:
+        trainer.open(run, callbacks, at)
         digest = trainer.run_to_end(checkpoint_every(config, kept), stopping)
     return TrainedRun(run, chain, loaded, config, execution, step, net, digest)
 
@@ -209,14 +221,9 @@ def _start_stages(job: LaunchSpec, stages: int, callbacks: Sequence[Callback]) -
     load_initial(chain, config.init_from)
     described = describe_run(chain, data, step, execution, config.init_from)
     del chain
-    opened: list[Run] = []
-
-    def open_it() -> Run:
-        opened.append(open_run(kept, described, torch.device(execution.device), resume))
-        return opened[0]
-
-    digest = run_stages(stages, replace(job, run=kept, resume=True), open_it, callbacks)
-    return replace(_finished(opened[0], job, data), fingerprint=digest)
+    open_it = partial(open_run, kept, described, torch.device(execution.device), resume)
+    run, digest = run_stages(stages, replace(job, run=kept, resume=True), open_it, callbacks)
+    return replace(_finished(run, job, data), fingerprint=digest)
 
 
 def _finished(run: Run, job: LaunchSpec, data: Data, built: bool = True) -> TrainedRun:
@@ -225,19 +232,6 @@ def _finished(run: Run, job: LaunchSpec, data: Data, built: bool = True) -> Trai
     chain = _chain(job.net, config.seed, execution, run if built else None)
     step = resolve(config, chain, job.run.metrics)
     return TrainedRun(run, chain, data, config, execution, step, job.net)
-
-
-def _loaded(run: Run, net: Chain | Factory, data: Any, options: Any) -> TrainedRun:
-    seed = int(options.get("seed", run.manifest.get("seed") or 0))
-    shape = initialise(net, seed, only=())
-    if run.manifest.get("space") not in (None, shape.space.id):
-        raise CheckpointError(
-            f"run '{run.name}' is of the space {run.manifest['space']}, not of this supernet's {shape.space.id}"
-        )
-    config, execution, kept = config_of(run, shape, {**options, "seed": seed})
-    chain = _chain(shape, seed, execution, run)
-    step = resolve(config, chain, kept.metrics)
-    return TrainedRun(run, chain, as_data(data, seed), config, execution, step, net)
 
 
 def _chain(net: Chain | Factory, seed: int, execution: Execution, weights: Run | None) -> Chain:

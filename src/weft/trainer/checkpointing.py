@@ -88,12 +88,9 @@ class CheckpointWriter:
         layers: dict[str, Any] = {}
         for part in shards:
             layers |= part["layers"]
-        self._checkpoints.publish(step, [_entry(part["entry"]) for part in shards], {**meta, "layers": layers})
-
-
-def _entry(saved: Mapping[str, Any]) -> ShardEntry:
-    layers = {name: tuple(names) for name, names in saved["layers"].items()}
-    return ShardEntry(saved["file"], saved["bytes"], saved["sha256"], layers)
+        self._checkpoints.publish(
+            step, [ShardEntry.from_json(part["entry"]) for part in shards], {**meta, "layers": layers}
+        )
 
 
 # Weights that a run begins with, by global name.

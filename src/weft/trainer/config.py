@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -191,24 +191,22 @@ MOVED_TO_OPTIMIZER = {"schedule": "schedule", "warmup": "warmup_steps", "clip": 
 """What is an argument of Optimizer now, by its old name."""
 
 Parts = tuple[TrainConfig, Execution, RunConfig]
+Part = TypeVar("Part", TrainConfig, Execution, RunConfig)
 
 
 def merge_fields(parts: Parts, options: Mapping[str, Any]) -> Parts:
     """The three parts with some of their fields changed, by name; raises TrainError for a name that is none."""
-    changed = []
     known = {entry.name for part in parts for entry in fields(part)}
     for name in options:
         if name not in known:
             refuse_unknown(name, known)
-    for part in parts:
-        own = {entry.name for entry in fields(part)}
-        changes = {name: value for name, value in options.items() if name in own}
-        changed.append(replace(part, **changes) if changes else part)
-    config, execution, run = changed
-    assert isinstance(config, TrainConfig)
-    assert isinstance(execution, Execution)
-    assert isinstance(run, RunConfig)
-    return config, execution, run
+    config, execution, run = parts
+    return _changed(config, options), _changed(execution, options), _changed(run, options)
+
+
+def _changed(part: Part, options: Mapping[str, Any]) -> Part:
+    changes = {entry.name: options[entry.name] for entry in fields(part) if entry.name in options}
+    return replace(part, **changes)
 
 
 def refuse_unknown(name: str, known: set[str]) -> NoReturn:

@@ -35,7 +35,8 @@ def evaluate(
     scores = Scores(loss, metrics)
     with on_device(chain, subnet), torch.inference_mode():
         for batch in batches:
-            with torch.autocast(_device(batch).type, torch.bfloat16) if precision == "bf16" else nullcontext():
+            device = next(iter(batch.values())).device
+            with torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext():
                 scores.add(chain(batch, subnet), batch)
     return scores.means()
 
@@ -107,10 +108,6 @@ class Scores:
     def means(self) -> dict[str, float]:
         """By name; what is a vector, as the probabilities of a mixture are, is for the log of steps and no score."""
         return {name: float(total) / self._counts[name] for name, total in self._sums.items() if total.numel() == 1}
-
-
-def _device(batch: Batch) -> torch.device:
-    return next(iter(batch.values())).device
 
 
 # Forwards alone, in order, through all stages: how subnets are evaluated where no device holds the whole supernet.

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,17 @@ def open_run(run: RunConfig, described: Mapping[str, Any], device: torch.device,
     return Run.create(run.folder, run.name, manifest=manifest, keep=run.keep_checkpoints)
 
 
-def go_back(run: Run) -> int | None:
+@contextmanager
+def opened(
+    run: RunConfig, described: Mapping[str, Any], device: torch.device, resume: bool
+) -> Iterator[tuple[Run, int | None]]:
+    """The run's directory, locked, and the step that it goes on from; None where it begins anew."""
+    directory = open_run(run, described, device, resume)
+    with directory.locked():
+        yield directory, _go_back(directory) if resume else None
+
+
+def _go_back(run: Run) -> int | None:
     """The step of the newest good checkpoint, after everything later has been dropped; None where the run begins
     anew."""
     step = run.checkpoints.newest() if run.checkpoints.steps() else None

@@ -59,7 +59,7 @@ class AsyncReadback:
         self._direct = device.type == "cpu"
         self._every = every
         self._new: list[StepResult] = []
-        self._sent: deque[tuple[list[StepResult], Tensor, torch.cuda.Event]] = deque()
+        self._sent: deque[tuple[list[StepResult], Tensor, torch.cuda.Event | None]] = deque()
 
     def add(self, result: StepResult) -> Iterator[StepRecord]:
         """The records whose numbers are here by now."""
@@ -73,15 +73,6 @@ class AsyncReadback:
 
     def drain(self) -> Iterator[StepRecord]:
         """All that are left; waits for the device."""
-        if self._direct:
-            for result in self._new:
-                sums = {
-                    name: (torch.as_tensor(total).double().reshape(-1).tolist(), count)
-                    for name, (total, count) in result.metrics.items()
-                }
-                yield _record(result, [loss.item() for loss in result.losses], sums)
-            self._new = []
-            return
         if self._new:
             self._send()
         while self._sent:
@@ -93,25 +84,28 @@ class AsyncReadback:
             for r in self._new
             for x in (*r.losses, *(torch.as_tensor(t, device=r.losses[0].device) for t, _ in r.metrics.values()))
         ]
-        packed = torch.cat([x.reshape(-1).to(torch.float64) for x in numbers])
-        host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-        host.copy_(packed, non_blocking=True)
-        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._sent.append((self._new, host, event))
+        packed, event = torch.cat([x.reshape(-1).to(torch.float64) for x in numbers]), None
+        if not self._direct:
+            on_device = packed
+            packed = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
+            packed.copy_(on_device, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._sent.append((self._new, packed, event))
         self._new = []
 
     def _receive(self) -> Iterator[StepRecord]:
         results, host, event = self._sent.popleft()
-        event.synchronize()
+        if event is not None:
+            event.synchronize()
         values = iter(host.tolist())
         for result in results:
             losses = [next(values) for _ in result.losses]
-            sums = {
-                name: ([next(values) for _ in range(torch.as_tensor(total).numel())], count)
+            metrics = {
+                name: _average([next(values) for _ in range(torch.as_tensor(total).numel())], count)
                 for name, (total, count) in result.metrics.items()
             }
-            yield _record(result, losses, sums)
+            yield StepRecord(result.step, result.subnets, losses, metrics, result.skipped)
 
 
 class StepCollector:
@@ -153,11 +147,6 @@ class LossDigest:
     def add(self, losses: Iterable[float]) -> None:
         for loss in losses:
             self.value = hashlib.sha256(bytes.fromhex(self.value) + struct.pack("<d", loss)).hexdigest()
-
-
-def _record(result: StepResult, losses: list[float], sums: Mapping[str, tuple[list[float], float]]) -> StepRecord:
-    metrics = {name: _average(totals, count) for name, (totals, count) in sums.items()}
-    return StepRecord(result.step, result.subnets, losses, metrics, result.skipped)
 
 
 def _average(sums: list[float], count: float) -> Average:

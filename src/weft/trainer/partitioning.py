@@ -18,7 +18,7 @@ from weft.engine.consistency import Consistency, Exact, Lagged
 from weft.engine.train_step import TrainStep
 from weft.pipeline.profiler import message_bytes, message_seconds, profile_chain
 from weft.pipeline.scheduler import SchedulePolicy
-from weft.pipeline.simulator import Simulated, Span, simulate, with_messages
+from weft.pipeline.simulator import Span, simulate, with_messages
 from weft.pipeline.workload import Workload, chain_workload, common_bounded, in_flight_limits, single_copy, virtual_cut
 from weft.runs import Checkpoints
 from weft.space import Subnet, make_stream
@@ -40,20 +40,13 @@ IDLE_SHARE = 0.15
 Costs = Mapping[Hashable, tuple[float, float]]
 
 
-@dataclass(frozen=True, slots=True)
-class LayerCosts:
-    """What was measured, in seconds: forward and backward of every layer, and a message before every block."""
-
-    costs: Costs
-    messages: tuple[float, ...]
-
-
-def profile_layers(chain: Chain, data: Data, config: TrainStep, device: torch.device) -> LayerCosts:
-    """Costs for one micro-batch; the chain itself is not changed."""
+def profile_layers(chain: Chain, data: Data, config: TrainStep, device: torch.device) -> tuple[Costs, list[float]]:
+    """Seconds for one micro-batch: forward and backward of every layer, and a message before every block. The chain
+    itself is not changed."""
     batch = config.parts(config.loader(data, device).batch(0))[0]
     twin = copy.deepcopy(chain).to(device)
     costs = profile_chain(twin, batch, 3, config.optimizer, config.loss)
-    return LayerCosts(dict(costs.items()), tuple(message_seconds(size) for size in message_bytes(twin, batch)))
+    return dict(costs.items()), [message_seconds(size) for size in message_bytes(twin, batch)]
 
 
 def workload_of(chain: Chain, config: TrainStep, costs: Costs | None, first: int = 0) -> Workload:
@@ -85,25 +78,17 @@ def default_in_flight(work: Workload, cut: Cut, limit: int | None) -> list[int]:
     return in_flight_limits(len(cut) + 1, single_copy(work.consistencies(), cut, work.blocks), limit, work.microbatches)
 
 
-def simulate_ahead(
-    work: Workload, cut: Cut, policies: list[SchedulePolicy], messages: Sequence[float] | None = None
-) -> Simulated:
-    """The run as the simulator sees it, with what messages cost, if that is known."""
-    duration = None if messages is None else with_messages(cut, messages)
-    return simulate(work, cut, policies, duration=duration)
-
-
 def warn_idle(chain: Chain, config: TrainStep, work: Workload, cut: Cut, policies: list[SchedulePolicy]) -> None:
     """Says how much of the time the stages will wait for exact layers that every subnet uses, and what would help."""
     shared = [name for name, layer in chain.layers.items() if layer.shared and config.consistency[name] == Exact()]
     trained = [name for name in shared if any(p.requires_grad for p in chain.module(name).parameters())]
     if not trained or len(cut) == 0:
         return
-    before = simulate_ahead(work, cut, policies).steady_bubble
+    before = simulate(work, cut, policies).steady_bubble
     lag = Lagged(-(-2 * (len(cut) + 1) // config.microbatches))
     consistency: dict[str, Consistency] = {**config.consistency, **dict.fromkeys(trained, lag)}
     changed = workload_of(chain, replace(config, consistency=consistency), work.costs)
-    after = simulate_ahead(changed, cut, policies).steady_bubble
+    after = simulate(changed, cut, policies).steady_bubble
     if before > IDLE_SHARE and after < before:
         log.warning(
             "every subnet uses %s with consistency exact, so about %.0f %% of the time the stages will wait; "
@@ -120,9 +105,9 @@ def warn_shallow_pipeline(work: Workload, cut: Cut, policies: list[SchedulePolic
     one, stages = common_bounded(work.consistencies()), len(cut) + 1
     if one is None or stages <= one.depth or stages > work.blocks:
         return
-    before = simulate_ahead(work, cut, policies).steady_bubble
+    before = simulate(work, cut, policies).steady_bubble
     deeper = replace(one, depth=stages)
-    after = simulate_ahead(replace(work, consistency=lambda layer: deeper), cut, policies).steady_bubble
+    after = simulate(replace(work, consistency=lambda layer: deeper), cut, policies).steady_bubble
     log.warning(
         "%d stages are more than the %d virtual ones of %s, whose updates they have to wait for: about %.0f %% of the "
         "time; %s would leave %.0f %%, with another result",
@@ -211,8 +196,10 @@ def _decide(
     execution = job.execution
     chain = initialise(job.net, job.config.seed)
     config = resolve(job.config, chain, job.run.metrics)
-    measured = profile_layers(chain, data, config, device) if execution.cut is None or execution.trace else None
-    work = workload_of(chain, config, None if measured is None else measured.costs, _steps_done(job))
+    costs = messages = None
+    if execution.cut is None or execution.trace:
+        costs, messages = profile_layers(chain, data, config, device)
+    work = workload_of(chain, config, costs, _steps_done(job))
     cut = choose_cut(work, store.world, execution.cut)
     limits = default_in_flight(work, cut, execution.max_in_flight)
     policies = _policies(execution, limits)
@@ -231,9 +218,9 @@ def _decide(
             "smallest": chain.smallest().to_json(),
         },
     )
-    if not execution.trace:
+    if not execution.trace or messages is None:
         return None
-    return simulate_ahead(work, cut, policies, None if measured is None else measured.messages).spans
+    return simulate(work, cut, policies, duration=with_messages(cut, messages)).spans
 
 
 def _steps_done(job: LaunchSpec) -> int:

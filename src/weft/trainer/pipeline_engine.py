@@ -11,13 +11,9 @@ import torch
 from weft.data import Batch, Data, Loader, MicroBatches
 from weft.distributed.rank_loop import RankLoop
 from weft.distributed.store import ControlStore
-from weft.engine.cuda_graphs import CudaGraphCache
 from weft.engine.layer_state import CheckpointPart
 from weft.engine.train_step import TrainStep
 from weft.errors import TrainError
-from weft.offload import OffloadManager
-from weft.offload.config import OffloadConfig
-from weft.offload.setup import attach, move_buffers
 from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.stage import Stage
 from weft.pipeline.worker import Worker
@@ -27,10 +23,10 @@ from weft.supernet.partition import Cut
 from weft.trainer.config import Execution, Validation
 from weft.trainer.evaluate import Calibration, ForwardPipeline, Scores
 from weft.trainer.metrics_log import StepCollector, StepRecord
-from weft.trainer.trainer import Event
+from weft.trainer.trainer import Engine, Event
 
 
-class PipelineEngine:
+class PipelineEngine(Engine):
     """Trains the blocks of one stage; ``loop`` carries messages between it and the others."""
 
     loop: RankLoop
@@ -45,29 +41,14 @@ class PipelineEngine:
         cut: Cut,
         policies: Sequence[SchedulePolicy],
     ) -> None:
-        self.chain, self.data, self.config, self.store = chain, data, config, store
-        device, offloaded = torch.device(execution.device), execution.offload is not None
-        # A graph needs an exact layer to have one user in flight, which it has when a step is one micro-batch; and
-        # weights at one address.
-        captures = config.microbatches == 1 and execution.cuda_graphs and device.type == "cuda" and not offloaded
-        if offloaded:
-            move_buffers(chain, device)
-        graphs = CudaGraphCache(one_at_a_time=False) if captures else None
-        self.layers = self.stage = Stage(chain, config, device, cut, store.rank, graphs, execution.split_backward)
-        self.reached = 0
-        self.stopped = False
-        self.offload: OffloadManager | None = None
-        self._offload_config = execution.offload
+        super().__init__(chain, data, config, execution)
+        self.store = store
+        # A graph needs an exact layer to have one user in flight, which it has when a step is one micro-batch.
+        graphs = self.graphs(one_at_a_time=False) if config.microbatches == 1 else None
+        self.layers = self.stage = Stage(chain, config, self.device, cut, store.rank, graphs, execution.split_backward)
         self._policies = policies
-        self._workers = execution.data_workers
         self._batches: MicroBatches | None = None
         self._last_status = 0.0
-
-    def start_offload(self, subnets: Mapping[str, Subnet]) -> None:
-        """Where the run offloads, layers live on the host from here on; ``subnets`` are those that are scored on the
-        way."""
-        if isinstance(self._offload_config, OffloadConfig):
-            self.offload = attach(self.stage, self._offload_config, subnets.values())
 
     def begin(self, step: int) -> None:
         self.reached = self._began = step
@@ -111,8 +92,9 @@ class PipelineEngine:
         pipeline = ForwardPipeline(self.loop.transport, stage, most)
         for name, subnet in subnets.items():
             scores = Scores(config.loss, config.metrics)
-            modules = stage.modules(subnet) if validation.bn_batches else ()
-            names = [layer.name for layer in stage.route(subnet)]
+            layers = stage.route(subnet)
+            modules = [stage.chain.module(layer) for layer in layers] if validation.bn_batches else ()
+            names = [layer.name for layer in layers]
             with (
                 nullcontext() if self.offload is None else self.offload.pinned_on_device(names),
                 Calibration(modules) as norms,
@@ -140,7 +122,7 @@ class PipelineEngine:
             self._batches.close()
 
     def _loader(self) -> Any:
-        return self.config.loader(self.data, self.stage.device, self._workers)
+        return self.config.loader(self.data, self.device, self.execution.data_workers)
 
     def _records(self, worker: Worker) -> Iterator[StepRecord]:
         for n, report in worker.reports if self.stage.is_first else ():

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from weft.runs.events import Callback
 from weft.trace.recorder import TraceRecorder
 from weft.trainer.checkpointing import load_initial
 from weft.trainer.config import checkpoint_every, validation_of
-from weft.trainer.manifest import describe_run, go_back, open_run
+from weft.trainer.manifest import describe_run, opened
 from weft.trainer.partitioning import LaunchSpec, RankPart, partition
 from weft.trainer.pipeline_engine import PipelineEngine
 from weft.trainer.trainer import Trainer, stop_requests
@@ -61,8 +61,10 @@ GRACE = 0.3
 _WAIT = timedelta(minutes=30)
 
 
-def run_stages(count: int, job: LaunchSpec, open_it: Callable[[], Run], callbacks: Sequence[Callback]) -> str:
-    """Starts the stages of a job on this machine and returns the fingerprint; the run is opened once all is ready."""
+def run_stages(
+    count: int, job: LaunchSpec, open_it: Callable[[], Run], callbacks: Sequence[Callback]
+) -> tuple[Run, str]:
+    """Starts the stages of a job on this machine; the run, which is opened once all is ready, and its fingerprint."""
     call = Call(_work, (job, bool(callbacks)))
     pickled(call)  # a mistake shows before there is a run
     cores = os.cpu_count() or 1
@@ -86,7 +88,7 @@ def run_stages(count: int, job: LaunchSpec, open_it: Callable[[], Run], callback
         if new and not run.events.path.exists():  # nothing has begun that could go on, and the name is free again
             shutil.rmtree(run.path, ignore_errors=True)
         raise
-    return str(outcome["fingerprint"])
+    return run, str(outcome["fingerprint"])
 
 
 def _work(job: LaunchSpec, sends_events: bool) -> None:
@@ -126,7 +128,7 @@ def run_stage(job: LaunchSpec, me: DistEnv, callbacks: Sequence[Callback] = ()) 
         os._exit(LOST)
 
     try:
-        with Heartbeat(store, me.rank, me.world, give_up, silence=quiet) as heartbeat:
+        with closing(Heartbeat(store, me.rank, me.world, give_up, silence=quiet)) as heartbeat:
             return _take_part(job, me, callbacks, ControlStore(store, me.rank, me.world), heartbeat)
     except PeerLost as lost:
         _leave(me.rank, lost, store)
@@ -147,9 +149,7 @@ def _take_part(
     engine.start_offload(trainer.subnets)
     transport = _connect(store.store, me, device)
     with _opened(job, me, store, described, device) as (run, step), stop_requests() as asked:
-        trainer.open(run, callbacks if me.rank == 0 else ())
-        if step is not None:
-            trainer.restore(step)
+        trainer.open(run, callbacks if me.rank == 0 else (), step)
         tracer = _start_tracer(run, me, part, engine) if part.execution.trace else None
         engine.loop = RankLoop(transport, heartbeat, tracer, partial(_stop_wanted, store.store))
         try:
@@ -186,16 +186,13 @@ def _opened(
 ) -> Iterator[tuple[Run, int | None]]:
     """The run's directory, locked by stage 0, and the step that it goes on from (None: it begins)."""
     if me.rank > 0:
-        opened = store.get("run")
-        yield Run.open(opened["path"], keep=job.run.keep_checkpoints), opened["step"]
+        found = store.get("run")
+        yield Run.open(found["path"], keep=job.run.keep_checkpoints), found["step"]
         return
     restarted = me.restarts > 0
     if restarted and job.run.name is None:
         raise RunError("the stages were started again, but the run has no name to be found by: give run='...'")
-    resume = job.resume or restarted
-    run = open_run(job.run, described, device, resume)
-    with run.locked():
-        step = go_back(run) if resume else None
+    with opened(job.run, described, device, job.resume or restarted) as (run, step):
         store.set("run", {"path": str(run.path.resolve()), "step": step})
         yield run, step
 

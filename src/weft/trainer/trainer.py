@@ -8,26 +8,32 @@ from __future__ import annotations
 
 import json
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
+
+import torch
 
 from weft.data import Data
 from weft.distributed.env import on_signals
 from weft.distributed.store import ControlStore
 from weft.distributed.transport import PeerLost
 from weft.elastic.mixture import choice_options
-from weft.engine.layer_state import CheckpointPart, fingerprint, layer_digest, optimizer_states, restore
+from weft.engine.cuda_graphs import CudaGraphCache
+from weft.engine.layer_state import CheckpointPart, fingerprint, layer_digest
 from weft.engine.rng import deterministic
 from weft.engine.train_step import TrainedLayers, TrainStep
 from weft.errors import CheckpointError, TrainError, WeftError
+from weft.offload import OffloadConfig, OffloadManager
+from weft.offload.setup import attach, move_buffers
 from weft.runs import Run
 from weft.runs.events import Callback
 from weft.space import Subnet
 from weft.supernet import Chain
 from weft.supernet.mixed_chain import MixedChain
 from weft.trainer.checkpointing import CheckpointWriter
-from weft.trainer.config import Validation
+from weft.trainer.config import Execution, Validation
 from weft.trainer.metrics_log import LossDigest, StepRecord
 from weft.utils.malloc import keep_freed_memory
 from weft.utils.rng import generator
@@ -36,39 +42,58 @@ Event = tuple[str, Mapping[str, Any]]
 """What else an engine has to say: the name of an event and its fields."""
 
 
-class Engine(Protocol):
-    """What trains the steps of a run."""
+class Engine(ABC):
+    """Trains the steps of a run; a subclass makes its ``layers``."""
 
-    reached: int
-    """Steps that are done."""
-    stopped: bool
-    """Whether the user has stopped the run."""
+    layers: TrainedLayers
 
-    @property
-    def layers(self) -> TrainedLayers: ...
+    def __init__(self, chain: Chain, data: Data, config: TrainStep, execution: Execution) -> None:
+        self.chain, self.data, self.config, self.execution = chain, data, config, execution
+        self.device = torch.device(execution.device)
+        self.reached = 0
+        """Steps that are done."""
+        self.stopped = False
+        """Whether the user has stopped the run."""
+        self.offload: OffloadManager | None = None
+        if execution.offload is not None:
+            move_buffers(chain, self.device)
 
+    def graphs(self, one_at_a_time: bool) -> CudaGraphCache | None:
+        """CUDA graphs where the run has them. A captured layer reads its weights at one address, and an offload gives
+        them many."""
+        wanted = self.device.type == "cuda" and self.execution.cuda_graphs and self.execution.offload is None
+        return CudaGraphCache(one_at_a_time=one_at_a_time) if wanted else None
+
+    def start_offload(self, subnets: Mapping[str, Subnet]) -> None:
+        """Where the run offloads, layers live on the host from here on; ``subnets`` are those that are scored on the
+        way."""
+        if isinstance(self.execution.offload, OffloadConfig):
+            self.offload = attach(self.layers, self.execution.offload, subnets.values())
+
+    @abstractmethod
     def begin(self, step: int) -> None:
         """Before the first call of ``train``: the run begins, or goes on, at this step."""
-        ...
 
+    @abstractmethod
     def train(
         self, stop: int, checkpoint_every: int, stopping: Callable[[], bool]
     ) -> Iterator[StepRecord | CheckpointPart | Event | None]:
         """Trains until step ``stop``, or the next whole step after ``stopping`` says so; None now and then, for whoever
         has to look after something else."""
-        ...
 
+    @abstractmethod
     def evaluate(
         self, step: int, subnets: Mapping[str, Subnet], validation: Validation
     ) -> Iterator[tuple[str, Mapping[str, float]]]:
         """The scores of some subnets on the validation data; on a pipeline only rank 0 gets any."""
-        ...
 
+    @abstractmethod
     def end(self) -> list[Any]:
         """After the last step: what an offload has moved, by rank."""
-        ...
 
-    def close(self) -> None: ...
+    @abstractmethod
+    def close(self) -> None:
+        """Ends what prepares batches."""
 
 
 class Trainer:
@@ -93,12 +118,14 @@ class Trainer:
         self._digests: dict[int, str] = {0: self._losses.value}
         """The digest of all losses before a step, for the checkpoint of that step."""
 
-    def open(self, run: Run, callbacks: Sequence[Callback] = ()) -> None:
-        """Events and checkpoints go into this run; on rank 0 it must be locked."""
+    def open(self, run: Run, callbacks: Sequence[Callback] = (), step: int | None = None) -> None:
+        """Events and checkpoints go into this run, which on rank 0 must be locked; goes on from the checkpoint of a
+        step, which rank 0 has found to be whole."""
         self.run, self._callbacks = run, tuple(callbacks)
+        if step is not None:
+            self._restore(step)
 
-    def restore(self, step: int) -> None:
-        """Goes back to the checkpoint of a step, which rank 0 has found to be whole."""
+    def _restore(self, step: int) -> None:
         layers = self.engine.layers
         own = tuple(f"{name}{mark}" for name in layers.weights for mark in ".+")
         saved = self.run.checkpoints.load(step, self.store.rank > 0, only=lambda name: name.startswith(own))
@@ -112,15 +139,8 @@ class Trainer:
             raise CheckpointError(
                 f"the checkpoint and the supernet have different layers: '{other[0]}' is in one of them only"
             )
-        for name, weights in layers.weights.items():
-            restore(weights, saved.tensors, numbers[name])
-        states = optimizer_states(saved.tensors)
-        layers.resume({name: state for name, state in states.items() if name in layers.optimizer.parameters})
-        at = step * self.config.microbatches
-        if layers.clipper is not None:
-            layers.clipper.restore(saved.meta.get("norms") or {}, at, layers.device)
-        if layers.ties is not None:
-            layers.ties.restore(saved.tensors, at, layers.device)
+        norms = saved.meta.get("norms") or {}
+        layers.restore(CheckpointPart(step * self.config.microbatches, dict(saved.tensors), numbers, norms))
         self._losses = LossDigest(saved.meta["losses"])
         self._digests = {step: self._losses.value}
         self.start = step
