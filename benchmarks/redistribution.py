@@ -24,10 +24,9 @@ import torch.distributed as dist
 from machine import write
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.multiprocessing import start_processes
 
-from weft.plan.runtime.parameters import dtensor_placements
 from weft.plan.runtime.redistribute import MeshCollectives, redistribute, redistribution_steps
 from weft.plan.sharding import PARTIAL, REPLICATED, Mesh, Placements, without_partials
 
@@ -49,8 +48,13 @@ def ours(collectives: MeshCollectives, held: Placements, wanted: Placements, bac
     return lambda tensor: redistribute(tensor, collectives, steps, (grad_steps,))[0]
 
 
+def spelled(placements: Placements) -> list[Placement]:
+    """Placements as DTensor has them."""
+    return [Partial() if each == PARTIAL else Replicate() if each == REPLICATED else Shard(each) for each in placements]
+
+
 def theirs(mesh: Any, held: Placements, wanted: Placements, back: Placements) -> Any:
-    first, second, third = (dtensor_placements(each) for each in (held, wanted, back))
+    first, second, third = (spelled(each) for each in (held, wanted, back))
 
     def run(tensor: Tensor) -> Tensor:
         found = DTensor.from_local(tensor, mesh, first, run_check=False).redistribute(mesh, second)

@@ -168,7 +168,7 @@ def check(
             continue
         seen.add(key)
         read = list(operands([plain.args, plain.kwargs]))
-        leaves = [held[each.source, each.output].detach().clone() for each in read]
+        leaves = [held[each.value.source, each.value.output].detach().clone() for each in read]
         fresh = [leaf.clone().requires_grad_(each.tensor.gradient) for leaf, each in zip(leaves, read, strict=True)]
         every = computed(lambda args, kwargs, node=node: node.target(*args, **kwargs), plain.args, plain.kwargs, fresh)
         used = sorted(plain.used_outputs)

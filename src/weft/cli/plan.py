@@ -63,11 +63,6 @@ def path_of(name: str, folder: Path) -> Path:
     return folder / "runs" / "plans" / f"{name}.json"
 
 
-def is_supernet(spec: str) -> bool:
-    """Whether the command line names the config of a supernet, and not a model."""
-    return spec.endswith(".toml")
-
-
 def _own(spec: str, folder: Path) -> Subject:
     from torch import nn
 
@@ -197,9 +192,10 @@ def plan(
     constraints = {name: rule for name, _, rule in (part.partition("=") for part in constrain or [])}
     if bad := [name for name, rule in constraints.items() if not rule]:
         raise ConfigError(f"--constrain takes a module and what may be split there, as 'lm_head=n', not '{bad[0]}'")
-    if devices is None and (from_plan is None or is_supernet(model)):
+    is_supernet = model.endswith(".toml")
+    if devices is None and (from_plan is None or is_supernet):
         raise ConfigError("say how many devices there are: --devices N")
-    if is_supernet(model):
+    if is_supernet:
         assert devices is not None
         _plan_supernet(model, context, machine or "h100", devices, dtype, as_json)
         return
@@ -336,8 +332,7 @@ def _layers(plan: Plan) -> Table:
     """Operators with parameters, alike layers together."""
     from weft.plan.graph import layer_of
 
-    table = Table("layer", "operator", "split", "times", title="strategy", title_justify="left")
-    table.columns[3].justify = "right"
+    table = _table("strategy", ["layer", "operator", "split"], ["times"])
     counts: Counter[tuple[str, str, str]] = Counter()
     for op, operator in enumerate(plan.graph.operators):
         computes = operator.kind not in ("parameter", "input", "constant", "view") and operator.known
@@ -357,19 +352,14 @@ def _layers(plan: Plan) -> Table:
 def _split(plan: Plan, op: int) -> str:
     """Such as ``m/8``, or ``m/4 n/2``."""
     parts: dict[str, int] = {}
-    for mesh, dim in zip(plan.mesh.sizes, plan.splits[op], strict=True):
-        if dim >= 0:  # else it is whole along this axis
-            name = plan.graph.operators[op].dims[dim].name
-            parts[name] = parts.get(name, 1) * mesh
+    for size, name in zip(plan.mesh.sizes, plan.names(op), strict=True):
+        if name != "-":
+            parts[name] = parts.get(name, 1) * size
     return " ".join(f"{name}/{count}" for name, count in parts.items()) or "whole on each device"
 
 
 def _comparisons(plan: Plan) -> Table:
-    table = Table(
-        "", "mesh", "step", "memory", "fits", "plan is faster by", title="compared with", title_justify="left"
-    )
-    for column in table.columns[2:]:
-        column.justify = "right"
+    table = _table("compared with", ["", "mesh"], ["step", "memory", "fits", "plan is faster by"])
     for row in plan.comparisons:
         if row.cost is None:
             table.add_row(row.name, "", row.why, "", "", "")
@@ -380,16 +370,22 @@ def _comparisons(plan: Plan) -> Table:
     return table
 
 
+def _table(title: str, words: list[str], figures: list[str]) -> Table:
+    """An empty table; figures are columns whose cells end at the right."""
+    table = Table(*words, title=title, title_justify="left")
+    for name in figures:
+        table.add_column(name, justify="right")
+    return table
+
+
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.3g} ms" if seconds < 10 else f"{seconds:,.3g} s"
 
 
 def show_chain(plan: ChainPlan, chain: Chain, console: Console) -> None:
     """The stages of a supernet: which blocks, how long, how much memory."""
-    table = Table("stage", "blocks", "expected step", "weights, gradients, state", title_justify="left")
-    table.title = f"{len(chain.blocks)} blocks on {len(plan.seconds)} x {plan.machine}"
-    for column in table.columns[2:]:
-        column.justify = "right"
+    title = f"{len(chain.blocks)} blocks on {len(plan.seconds)} x {plan.machine}"
+    table = _table(title, ["stage", "blocks"], ["expected step", "weights, gradients, state"])
     bounds = [0, *plan.cut, len(chain.blocks)]
     for stage, (first, last) in enumerate(pairwise(bounds)):
         names = [chain.blocks[first].name, chain.blocks[last - 1].name]

@@ -89,8 +89,7 @@ class Loader:
         if device_of(self.source).type != "cpu" or (plain and (self.device is None or self.device.type == "cpu")):
             prepared = prefetch(task, numbers, ahead=0)
         else:
-            pinned = lambda number: self._pin(task(number))  # noqa: E731
-            prepared = prefetch(pinned, numbers, ahead=self.ahead, workers=self.workers)
+            prepared = prefetch(lambda number: self._pin(task(number)), numbers, ahead=self.ahead, workers=self.workers)
         try:
             for batch in prepared:
                 yield self._deliver(batch)

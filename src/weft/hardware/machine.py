@@ -159,10 +159,13 @@ class Machine:
         return found
 
 
-def machine(name_or_path: str | Path) -> Machine:
-    """A preset by its name, whatever its case, or the machine in a JSON file; `PlanError` if it is neither."""
+def machine(name_or_path: str | Path | Machine) -> Machine:
+    """A preset by its name, whatever its case, or the machine in a JSON file; `PlanError` if it is neither. A machine
+    is itself."""
     from weft.hardware.presets import PRESETS, preset
 
+    if isinstance(name_or_path, Machine):
+        return name_or_path
     word = str(name_or_path)
     if isinstance(name_or_path, str) and not word.lower().endswith(".json") and not Path(word).is_file():
         return preset(word)

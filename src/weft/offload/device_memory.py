@@ -93,23 +93,21 @@ class DeviceMemory:
             self._evict(block, span)
         for block, span in relocation.loads:
             self._load(block, span)
-        self.peak_bytes = max(self.peak_bytes, self.used)
         return True
 
     def place_in_reserve(self, block: MemoryBlock) -> bool:
         """Loads a block into the reserve, until ``release``; False where that is taken or too small."""
-        span = self._reserve.allocate(block, block.size)
-        if span is None:
+        if self._reserve.allocate(block, block.size) is None:
             return False
-        self._load(block, AddressSpan(self.capacity + span.start, span.size))
-        self.peak_bytes = max(self.peak_bytes, self.used)
+        self._load(block, self._span(block))
         return True
 
     def release(self, block: MemoryBlock) -> None:
         """Evicts the block from the reserve, if it is there."""
         if block in self._reserve.spans:
-            span = self._reserve.free(block)
-            self._evict(block, AddressSpan(self.capacity + span.start, span.size))
+            span = self._span(block)
+            self._reserve.free(block)
+            self._evict(block, span)
 
     def evict_all(self) -> None:
         """Evicts all that is not pinned, and waits until the host has it."""
@@ -194,6 +192,7 @@ class DeviceMemory:
 
     def _load(self, block: MemoryBlock, span: AddressSpan) -> None:
         after = self._claim(span)
+        self.peak_bytes = max(self.peak_bytes, self.used)
         if block.host is None:  # spare room: whoever takes it waits
             block.writable = after
             return

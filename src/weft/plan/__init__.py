@@ -57,14 +57,4 @@ def _plan(
 
 make_callable(__name__, _plan)
 
-__all__ = [
-    "PRESETS",
-    "ChainPlan",
-    "DeviceSpec",
-    "Link",
-    "Machine",
-    "Plan",
-    "PlanOptions",
-    "load",
-    "plan_chain",
-]
+__all__ = ["PRESETS", "ChainPlan", "DeviceSpec", "Link", "Machine", "Plan", "PlanOptions", "load", "plan_chain"]

@@ -101,19 +101,16 @@ def expert(graph: Graph, mesh: Mesh) -> SplitFilter | None:
 def compare_with_others(graph: Graph, request: PlanRequest) -> Iterator[Comparison]:
     """What others would do with the same devices: the batch whole, one stage, no recomputation."""
     flat = Mesh((request.devices,))
-    rules = [
-        ("data parallel", flat, data_parallel(graph, flat)),
-        ("fully sharded", flat, fully_sharded(graph, flat)),
-    ]
-    for name, mesh, allowed in rules:
-        found = solve_config(ParallelConfig(graph, mesh, 1, request.training), request.machine, math.inf, allowed)
-        yield Comparison(name, found.cost, str(mesh))
-    best: Comparison | None = None
-    for mesh in meshes(request.devices, 2) if request.devices > 1 else []:
-        rule = expert(graph, mesh)
-        if rule is None:
-            continue
-        cost = solve_config(ParallelConfig(graph, mesh, 1, request.training), request.machine, math.inf, rule).cost
-        if best is None or best.cost is None or cost.step_time < best.cost.step_time:
-            best = Comparison("expert", cost, str(mesh))
-    yield best or Comparison("expert", None, "", "needs at least 4 devices in two mesh axes")
+
+    def within(mesh: Mesh, allowed: SplitFilter) -> PlanCost:
+        config = ParallelConfig(graph, mesh, 1, request.training)
+        return solve_config(config, request.machine, math.inf, allowed).cost
+
+    yield Comparison("data parallel", within(flat, data_parallel(graph, flat)), str(flat))
+    yield Comparison("fully sharded", within(flat, fully_sharded(graph, flat)), str(flat))
+    experts = [(within(mesh, rule), mesh) for mesh in meshes(request.devices, 2) if (rule := expert(graph, mesh))]
+    if experts:
+        cost, mesh = min(experts, key=lambda one: one[0].step_time)
+        yield Comparison("expert", cost, str(mesh))
+    else:
+        yield Comparison("expert", None, "", "needs at least 4 devices in two mesh axes")

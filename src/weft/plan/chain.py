@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft.errors import PlanError
 from weft.hardware.machine import Machine
@@ -64,7 +64,7 @@ def plan_chain(
     Subnets are drawn evenly, or by ``mixture``: a probability for each option of a choice, as a search has narrowed it.
     Plan again when it has, and resume with the new cut: the result is the same to the bit.
     """
-    machine_spec = machine if isinstance(machine, Machine) else machine_of(machine)
+    machine_spec = machine_of(machine)
     if not 1 <= devices <= len(chain.blocks):
         raise PlanError(f"{len(chain.blocks)} blocks are cut into 1 to {len(chain.blocks)} stages, not {devices}")
     subnets = _drawn(chain, mixture, seed)
@@ -77,7 +77,9 @@ def plan_chain(
     of = stage_of(cut, len(blocks))
     held = [0.0] * len(blocks)
     for name, layer in chain.layers.items():
-        held[layer.block] += _held(chain.module(name), optimizer_bytes)
+        held[layer.block] += sum(
+            p.numel() * (2 * p.element_size() + optimizer_bytes) for p in chain.module(name).parameters()
+        )
     return ChainPlan(
         machine_spec.name,
         tuple(blocks),
@@ -152,7 +154,3 @@ def _by_layer(graph: Graph, route: Sequence[str], machine: Machine, training: Tr
         if name is not None:
             found[name] += float(costs[0])
     return found
-
-
-def _held(module: nn.Module, optimizer_bytes: float) -> float:
-    return sum(p.numel() * (2 * p.element_size() + optimizer_bytes) for p in module.parameters())

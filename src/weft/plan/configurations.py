@@ -6,7 +6,7 @@ They are enumerated, the most promising first, and each is solved for the splits
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,7 +19,7 @@ from weft.plan.graph import PARAMETER, Graph, batch_size, microbatch
 from weft.plan.options import PlanRequest
 from weft.plan.pipeline_stages import OpLoad, StageCut, cut, stage_anchors
 from weft.plan.redistribution import gathered_bytes, meshes
-from weft.plan.sharding import Mesh, OpSplit
+from weft.plan.sharding import Mesh
 from weft.plan.solver import OverLimit, solve
 
 SECONDS = 5.0  # for one solution; what it then proves is its bound
@@ -103,7 +103,7 @@ def solve_config(
             )
             return replace(made, memory_bound=memory_bound)
         if config.stages == 1:
-            splits = _splits(found, picked.assignment)
+            splits = found.chosen(picked.assignment)
             gathered = max(gathered_bytes(config.graph, config.mesh, splits, config.training.recompute))
             if gathered <= reserved:
                 break
@@ -111,10 +111,6 @@ def solve_config(
     # The lightest splits fit where any do, but for what they gather.
     light = tuple(int(memory.argmin()) for memory in found.memory)
     return replace(price_assignment(config, machine, found, light, limit, bound), memory_bound=True)
-
-
-def _splits(found: Tables, assignment: Sequence[int]) -> tuple[OpSplit, ...]:
-    return tuple(splits[k] for splits, k in zip(found.splits, assignment, strict=True))
 
 
 def _step_seconds(config: ParallelConfig, total: float, found: Tables) -> float:
@@ -184,7 +180,7 @@ def _loads(config: ParallelConfig, machine: Machine, found: Tables, assignment: 
     seconds = [float(costs[k]) for costs, k in zip(found.compute, assignment, strict=True)]
     for (source, reader), table in found.moves.items():
         seconds[reader] += float(table[assignment[source], assignment[reader]])
-    gathered = gathered_bytes(config.graph, config.mesh, _splits(found, assignment), config.training.recompute)
+    gathered = gathered_bytes(config.graph, config.mesh, found.chosen(assignment), config.training.recompute)
     loads = []
     for op, (operator, launch) in enumerate(zip(config.graph.operators, _launch_seconds(config, machine), strict=True)):
         memory = float(found.memory[op][assignment[op]])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -85,6 +84,10 @@ class Tables:
         weights = self.memory if limit != float("inf") else None
         return Problem(self.compute, self.moves, weights, limit)
 
+    def chosen(self, assignment: Sequence[int]) -> tuple[OpSplit, ...]:
+        """The splits of an assignment."""
+        return tuple(splits[k] for splits, k in zip(self.splits, assignment, strict=True))
+
     def weight(self, assignment: Sequence[int]) -> float:
         """Bytes of a device under an assignment."""
         return math.fsum(float(memory[k]) for memory, k in zip(self.memory, assignment, strict=True))
@@ -131,7 +134,7 @@ def tables(
             edge = (read.source, op)
             moves[edge] = moves[edge] + edges[key] if edge in moves else edges[key]
     if stages == 1:
-        for edge, table in shared_parameter_savings(graph, choices, mesh, partial(builder.edge, parameter=True)):
+        for edge, table in builder.shared_parameter_savings(graph, choices):
             moves[edge] = moves[edge] + table if edge in moves else table
     memory = memories(graph, choices, mesh, training)
     return Tables(mesh, tuple(choices), tuple(compute[kind] for kind in kinds), moves, tuple(memory))
@@ -236,6 +239,33 @@ class _CostBuilder:
         moved = np.array([[one != other for other in wanted] for one in out])[np.ix_(out_of, wanted_of)]
         return there + np.where(moved, count, 1) * backward
 
+    def shared_parameter_savings(
+        self, graph: Graph, choices: Sequence[Sequence[OpSplit]]
+    ) -> Iterator[tuple[tuple[int, int], Table]]:
+        """A negative cost between two readers of a parameter where both read it alike: it is fetched once, and the sum
+        of their gradients travels once.
+
+        What is saved is the least that fetching it and sending its gradient back take, however the parameter is stored:
+        all of it where it is stored as data parallelism does, and never more than what a reader is charged.
+        """
+        readers: dict[int, dict[int, Tensor]] = {}
+        for op, operator in enumerate(graph.operators):
+            for read in operator.reads:
+                if graph.operators[read.source].kind == PARAMETER:
+                    readers.setdefault(read.source, {})[op] = read.tensor
+        for source, reading in readers.items():
+            stored = graph.operators[source]
+            every = list(splits(stored, self.mesh))
+            for (one, first), (other, second) in pairwise(reading.items()):
+                least = self.edge(stored.outputs[0], every, first, choices[one], parameter=True).min(0)
+                own, others = (
+                    [(operand_placements(tensor, split), gradient_placements(tensor, split)) for split in choices[op]]
+                    for op, tensor in ((one, first), (other, second))
+                )
+                alike = np.array([[a == b for b in others] for a in own])
+                if (alike & (least[:, None] > 0)).any():
+                    yield (one, other), np.where(alike, -least[:, None], 0.0)
+
 
 def _memory(operator: Operator, choices: Sequence[OpSplit], kept: bool, mesh: Mesh, training: TrainingSpec) -> Table:
     """Bytes of a device for as long as the step lasts: weight, gradient and state, or what the backward keeps."""
@@ -273,34 +303,3 @@ def _kept(graph: Graph, recompute: bool) -> list[bool]:
         if layers[read.source] != name
     }
     return [name in ("", largest) or op in crossing_bytes for op, name in enumerate(layers)]
-
-
-Fetch = Callable[[Tensor, Sequence[OpSplit], Tensor, Sequence[OpSplit]], Table]
-
-
-def shared_parameter_savings(
-    graph: Graph, choices: Sequence[Sequence[OpSplit]], mesh: Mesh, fetch: Fetch
-) -> Iterator[tuple[tuple[int, int], Table]]:
-    """A negative cost between two readers of a parameter where both read it alike: it is fetched once, and the sum of
-    their gradients travels once.
-
-    ``fetch`` has the seconds of fetching a parameter and of sending its gradient back, from every split of it to every
-    split of a reader. What is saved is the least of these, however the parameter is stored: all of it where it is
-    stored as data parallelism does, and never more than what a reader is charged.
-    """
-    readers: dict[int, dict[int, Tensor]] = {}
-    for op, operator in enumerate(graph.operators):
-        for read in operator.reads:
-            if graph.operators[read.source].kind == PARAMETER:
-                readers.setdefault(read.source, {})[op] = read.tensor
-    for source, reading in readers.items():
-        stored = graph.operators[source]
-        for (one, first), (other, second) in pairwise(reading.items()):
-            least = fetch(stored.outputs[0], list(splits(stored, mesh)), first, choices[one]).min(0)
-            own, others = (
-                [(operand_placements(tensor, split), gradient_placements(tensor, split)) for split in choices[op]]
-                for op, tensor in ((one, first), (other, second))
-            )
-            alike = np.array([[a == b for b in others] for a in own])
-            if (alike & (least[:, None] > 0)).any():
-                yield (one, other), np.where(alike, -least[:, None], 0.0)

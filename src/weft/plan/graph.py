@@ -8,6 +8,7 @@ whole. A dimension that no output has is summed over: splitting it leaves partia
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from weft.errors import PlanError
@@ -113,11 +114,7 @@ class Graph:
     @property
     def unknown(self) -> dict[str, int]:
         """Targets that have no rule, with how often each occurs."""
-        counts: dict[str, int] = {}
-        for operator in self.operators:
-            if not operator.known:
-                counts[operator.target] = counts.get(operator.target, 0) + 1
-        return counts
+        return dict(Counter(operator.target for operator in self.operators if not operator.known))
 
 
 def batch_dims(graph: Graph) -> tuple[int | None, ...]:

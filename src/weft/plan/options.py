@@ -75,7 +75,7 @@ class PlanRequest:
     @classmethod
     def of(cls, graph: Graph, machine: str | Path | Machine, devices: int, options: PlanOptions) -> PlanRequest:
         """The request for a graph; PlanError for what cannot be."""
-        found = machine if isinstance(machine, Machine) else machine_of(machine)
+        found = machine_of(machine)
         if devices < 1:
             raise PlanError(f"a plan is for at least 1 device, not {devices}")
         if found.devices is not None and devices > found.devices:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,8 +94,7 @@ def _crossing_bytes(graph: Graph, ranks: NDArray[np.intp], count: int) -> Spans:
     return np.cumsum(change)[:count]
 
 
-@dataclass(frozen=True, slots=True)
-class OpLoad:
+class OpLoad(NamedTuple):
     """What one operator asks of its stage: seconds a step, bytes that stay, bytes a micro-batch in flight, seconds a
     step of the host, which starts its kernels meanwhile, and bytes of gathered weights while the operator runs."""
 
@@ -128,26 +128,20 @@ def cut(
     Every stage has parameters, where there are enough: an optimizer takes no empty list of them.
     """
     order = stage_order(graph)
-    cuts = _cuts(order, order.sums([load.seconds for load in loads]))
+    *summed, gathered = zip(*loads, strict=True)
+    sums = [order.sums(values) for values in summed]
+    cuts = _cuts(order, sums[0])
     if len(cuts) < stages - 1:
         return None
     ends = np.array([0, *cuts, len(order)])
-    time, still, held, launch = (
-        order.sums(values)[ends]
-        for values in (
-            [load.seconds for load in loads],
-            [load.kept for load in loads],
-            [load.activations for load in loads],
-            [load.launch for load in loads],
-        )
-    )
+    time, still, held, launch = (each[ends] for each in sums)
     sent = microbatches * send * np.concatenate([[0.0], order.crossing_bytes[cuts], [0.0]])
     spans = np.maximum(_between(time) + sent[:, None] + sent[None, :], _between(launch))
     spans[np.tril_indices(len(ends))] = math.inf
     if order.with_parameters[-1] >= stages:
         spans[_between(order.with_parameters[ends]) == 0] = math.inf
     flights = [min(microbatches, stages - stage) for stage in range(stages)]
-    peaks = _peaks(order.most([load.gathered for load in loads]), ends)
+    peaks = _peaks(order.most(gathered), ends)
     found = best_boundaries(_within(spans, still, held, peaks, flights, limit), max(microbatches, 2))
     if found is None:
         return None

@@ -99,9 +99,10 @@ class Plan:
         plan's, with several stages these as its first axis; without it, all processes are used in order. A process that
         does not answer for ``timeout`` seconds is taken for lost. Raises PlanError where the plan cannot be run.
         """
-        from weft.plan.runtime import apply_plan
+        from weft.plan.runtime import StepOptions, parallelize, program_of
 
-        return apply_plan(self, model, mesh, timeout)
+        options = StepOptions(self.microbatches, self.recompute)
+        return parallelize(*program_of(self), options, weights=model, mesh=mesh, timeout=timeout)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values. ``splits`` may be edited by hand: for each operator the dimension that each mesh axis cuts."""

@@ -114,10 +114,8 @@ def load_captured(
 ) -> Plan:
     """``load`` for a model that is captured already."""
     saved = SavedPlan.of(source if isinstance(source, Mapping) else read_plan(source))
-    if machine is None:
-        found = machine_of(saved.machine) if saved.machine_spec is None else Machine.from_json(saved.machine_spec)
-    else:
-        found = machine if isinstance(machine, Machine) else machine_of(machine)
+    own = Machine.from_json(saved.machine_spec) if saved.machine_spec else saved.machine
+    found = machine_of(own if machine is None else machine)
     training = TrainingSpec(**(saved.training or {}))
     limit = found.device.capacity if saved.limit is None else saved.limit
     request = PlanRequest(found, saved.devices + saved.idle, limit, training, PlanOptions(compare=compare))
@@ -133,8 +131,15 @@ def load_captured(
 
 
 def _plan_of(captured: CapturedModel, request: PlanRequest, best: SolvedConfig, untried: int) -> Plan:
+    from weft.plan.runtime import capture_microbatch
+
     used = best.config.stages * best.config.mesh.devices
-    program, problem = _capture_part(captured, best.config.training.microbatches)
+    microbatches = best.config.training.microbatches
+    program, problem = None, ""
+    try:
+        program = captured if microbatches == 1 else capture_microbatch(captured, microbatches)
+    except PlanError as error:
+        problem = f"a micro-batch of the plan cannot be run: {error}"
     compared = request.options.compare
     rows = tuple(compare_with_others(captured.graph, replace(request, devices=used))) if compared else ()
     return Plan(
@@ -144,9 +149,9 @@ def _plan_of(captured: CapturedModel, request: PlanRequest, best: SolvedConfig, 
         unused_devices=request.devices - used,
         graph=best.config.graph,
         mesh=best.config.mesh,
-        splits=tuple(s[k] for s, k in zip(best.tables.splits, best.assignment, strict=True)),
+        splits=best.tables.chosen(best.assignment),
         stage=best.stage_cut.stage,
-        microbatches=best.config.training.microbatches,
+        microbatches=microbatches,
         recompute=best.config.training.recompute,
         cost=best.cost,
         memory_limit=request.memory_limit,
@@ -157,16 +162,6 @@ def _plan_of(captured: CapturedModel, request: PlanRequest, best: SolvedConfig, 
         not_captured=problem,
         machine_spec=request.machine,
     )
-
-
-def _capture_part(captured: CapturedModel, microbatches: int) -> tuple[CapturedModel | None, str]:
-    """One micro-batch, captured, or why it cannot be."""
-    from weft.plan.runtime import capture_microbatch
-
-    try:
-        return (captured if microbatches == 1 else capture_microbatch(captured, microbatches)), ""
-    except PlanError as problem:
-        return None, f"a micro-batch of the plan cannot be run: {problem}"
 
 
 def _search(graph: Graph, request: PlanRequest) -> tuple[SolvedConfig, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,19 +91,9 @@ def meshes(devices: int, axes: int = 3) -> list[Mesh]:
     >>> [str(mesh) for mesh in meshes(12, axes=2)]
     ['12', '2x6', '3x4', '4x3', '6x2']
     """
-    if devices == 1:
-        return [Mesh((1,))]
-    found = [[devices]]
-    grids = list(found)
-    for _ in range(axes - 1):
-        found = [
-            [*grid[:-1], first, grid[-1] // first]
-            for grid in found
-            for first in range(2, grid[-1] // 2 + 1)
-            if grid[-1] % first == 0
-        ]
-        grids += found
-    return [Mesh(tuple(grid)) for grid in grids if math.prod(grid) == devices]
+    sizes = [size for size in range(2, devices + 1) if devices % size == 0]
+    grids = (grid for count in range(1, axes + 1) for grid in product(sizes, repeat=count))
+    return [Mesh(grid) for grid in grids if math.prod(grid) == devices] or [Mesh((1,))]
 
 
 def gathered_again(graph: Graph, recompute: bool) -> frozenset[tuple[int, int]]:

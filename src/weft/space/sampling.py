@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 import numpy as np
@@ -21,11 +21,16 @@ def sample(rules: FrozenSpace, rng: np.random.Generator) -> Subnet:
     """Each active choice uniform and independent, given that the constraints hold."""
     if not rules.choices:
         raise rules.empty()
-    for _ in range(TRIES):
-        values = rules.settle(lambda _, choice: choice.sample(rng))
+    return first_valid(rules, lambda _, choice: choice.sample(rng), TRIES) or _sample_exactly(rules, rng)
+
+
+def first_valid(rules: FrozenSpace, pick: Callable[[str, Choice], Value], tries: int) -> Subnet | None:
+    """The first of so many picks that keeps the constraints; None where none does."""
+    for _ in range(tries):
+        values = rules.settle(pick)
         if rules.broken(values) is None:
             return rules.subnet(values)
-    return _sample_exactly(rules, rng)
+    return None
 
 
 def enumerate_subnets(rules: FrozenSpace, backwards: bool = False) -> Iterator[Subnet]:
@@ -76,9 +81,9 @@ def neighbours(rules: FrozenSpace, subnet: Subnet) -> list[Subnet]:
             def pick(name: str, choice: Choice, changed: str = changed, value: Value = value) -> Value:
                 return value if name == changed else old[name] if name in old else _points(choice)[0]
 
-            values = rules.settle(pick)
-            if rules.broken(values) is None:
-                results[rules.subnet(values)] = None
+            neighbour = first_valid(rules, pick, 1)
+            if neighbour is not None:
+                results[neighbour] = None
     return list(results)
 
 
@@ -120,11 +125,7 @@ def crossover(rules: FrozenSpace, a: Subnet, b: Subnet, rng: np.random.Generator
         held = [parent.values[name] for parent in (a, b) if name in parent.values]
         return held[draw(rng, len(held))] if held else choice.sample(rng)
 
-    for _ in range(TRIES):
-        values = rules.settle(pick)
-        if rules.broken(values) is None:
-            return rules.subnet(values)
-    return (a, b)[draw(rng, 2)]
+    return first_valid(rules, pick, TRIES) or (a, b)[draw(rng, 2)]
 
 
 def _sample_exactly(rules: FrozenSpace, rng: np.random.Generator) -> Subnet:
@@ -138,10 +139,8 @@ def _sample_exactly(rules: FrozenSpace, rng: np.random.Generator) -> Subnet:
             if values is not None and rules.broken(values) is None:
                 return rules.subnet(values)
     except TooManyCases:
-        for _ in range(MANY_TRIES):
-            values = rules.settle(lambda _, choice: choice.sample(rng))
-            if rules.broken(values) is None:
-                return rules.subnet(values)
+        if found := first_valid(rules, lambda _, choice: choice.sample(rng), MANY_TRIES):
+            return found
     raise SpaceError(f"no valid subnet in {MANY_TRIES:,} draws; {rules.empty()}")
 
 

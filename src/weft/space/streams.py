@@ -229,11 +229,7 @@ class Shrinking(Stream):
             few = options[-min(opened.get(self._kind[name], len(options)), len(options)) :]
             return few[int(rng.random() * len(few))]
 
-        for _ in range(_TRIES):
-            values = self._rules.settle(pick)
-            if self._rules.broken(values) is None:
-                return (self._rules.subnet(values),)
-        return (self._largest,)
+        return (sampling.first_valid(self._rules, pick, _TRIES) or self._largest,)
 
 
 # A stream that was written down: one line of JSON a step.

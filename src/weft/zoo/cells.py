@@ -7,8 +7,8 @@ Liu, Simonyan and Yang, "DARTS: Differentiable Architecture Search", ICLR 2019; 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial, reduce
 from functools import partial as bound
+from functools import reduce
 from itertools import combinations
 from operator import add, or_
 from typing import Any
@@ -189,11 +189,11 @@ def toy_cell(
             space.categorical(f"{kind}_{source}_{target}", TOY_OPERATIONS)
     plan = (("reduce", 1, channels), ("normal", 2 * channels, channels), ("reduce", 2 * channels, 2 * channels))
     cells = [
-        Elastic(space, f"cell{index}", partial(ToyCell, space, kind, inputs, width, entangled, dropout))
+        Elastic(space, f"cell{index}", bound(ToyCell, space, kind, inputs, width, entangled, dropout))
         for index, (kind, inputs, width) in enumerate(plan)
     ]
     side = (size + 3) // 4 // 2  # halved by each reduction, rounded up, and by the pooling, rounded down
-    return Chain(*cells, Shared(partial(_toy_head, 4 * channels, side, classes, dropout), "head"))
+    return Chain(*cells, Shared(bound(_toy_head, 4 * channels, side, classes, dropout), "head"))
 
 
 class Edge(Switch):

@@ -31,20 +31,6 @@ if TYPE_CHECKING:
     from weft.plan.plan import Plan
 
 
-def apply_plan(plan: Plan, model: nn.Module, mesh: DeviceMesh | None, timeout: float) -> ParallelModule:
-    """The model on the processes of a plan, as ``Plan.apply`` says."""
-    captured, strategy, stage = program_of(plan)
-    return parallelize(
-        captured,
-        strategy,
-        stage,
-        StepOptions(plan.microbatches, plan.recompute),
-        weights=model,
-        mesh=mesh,
-        timeout=timeout,
-    )
-
-
 def parallelize(
     captured: CapturedModel,
     strategy: ShardingStrategy,
@@ -134,7 +120,12 @@ def transfer_splits(
     ours = [op for op, each in enumerate(found.operators) if _learns(each)]
     theirs = [op for op, each in enumerate(planned.operators) if _learns(each)]
     for own, other in zip(ours, theirs, strict=False):
-        _refuse_other(found.operators[own], planned.operators[other])
+        mine, wanted = found.operators[own], planned.operators[other]
+        if mine.target != wanted.target:
+            raise PlanError(
+                f"a micro-batch runs '{mine.name}' ({mine.target}) where the plan has '{wanted.name}' "
+                f"({wanted.target}): plan with microbatches=1, or with micro-batches of more samples"
+            )
     if len(ours) != len(theirs):
         raise PlanError(
             f"a micro-batch of '{planned.name}' has {len(ours)} operators with gradients, and the plan {len(theirs)}: "
@@ -154,14 +145,6 @@ def transfer_splits(
 
 def _learns(operator: Operator) -> bool:
     return any(tensor.gradient for tensor in operator.outputs)
-
-
-def _refuse_other(own: Operator, other: Operator) -> None:
-    if own.target != other.target:
-        raise PlanError(
-            f"a micro-batch runs '{own.name}' ({own.target}) where the plan has '{other.name}' ({other.target}): "
-            "plan with microbatches=1, or with micro-batches of more samples"
-        )
 
 
 def _split(old: Operator, new: Operator, split: OpSplit, mesh: Mesh) -> OpSplit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,58 +26,34 @@ def _batch_norm(call: ShardedCall) -> LocalKernel:
     training = call.argument("training") if call.has("training") else not call.name.endswith("_no_training")
     if not axes or not training:
         return call.kernel(whole=frozenset(range(1, len(call.operator.outputs))))
-    parts = call.mesh.sizes
     at = {name: call.index(name) for name in ("input", "weight", "bias", "momentum", "eps")}
     running = [call.index(name) for name in ("running_mean", "running_var") if call.has(name)]
 
     def run(collectives: MeshCollectives, args: list[Any], kwargs: dict[str, Any]) -> tuple[Tensor | None, ...]:
-        x = args[at["input"]]
-        count = x.numel() // x.shape[1]
-        for axis in axes:
-            count *= parts[axis]
-        return _normalised(
-            collectives,
-            axes,
-            count,
-            x,
-            (args[at["weight"]], args[at["bias"]]),
-            [args[index] for index in running],
-            args[at["momentum"]],
-            args[at["eps"]],
-        )
+        """Output, mean, 1 / deviation and new running statistics. Two passes, since a difference of large sums is
+        noise."""
+        x, weight, bias = (args[at[name]] for name in ("input", "weight", "bias"))
+        count = x.numel() // x.shape[1] * math.prod(collectives.sizes[axis] for axis in axes)
+        others = [axis for axis in range(x.dim()) if axis != 1]
+        shape = [-1 if axis == 1 else 1 for axis in range(x.dim())]
+        wide = x if x.dtype == torch.float64 else x.float()
+        mean = all_reduce(wide.sum(others), collectives, axes) / count
+        centred = wide - mean.view(shape)
+        variance = all_reduce(centred.square().sum(others), collectives, axes) / count
+        scale = (variance + args[at["eps"]]).rsqrt()
+        out = centred * scale.view(shape)
+        if weight is not None:
+            out = out * weight.view(shape)
+        if bias is not None:
+            out = out + bias.view(shape)
+        unbiased = variance.detach() * (count / max(count - 1, 1))
+        new = [
+            args[index].lerp(fresh.to(args[index].dtype), args[at["momentum"]])
+            for index, fresh in zip(running, (mean.detach(), unbiased), strict=False)
+        ]
+        return (out.to(x.dtype), mean, scale, *new)
 
     return call.kernel(run, whole=frozenset(range(1, len(call.operator.outputs))))
-
-
-def _normalised(
-    collectives: MeshCollectives,
-    axes: tuple[int, ...],
-    count: int,
-    x: Tensor,
-    affine: tuple[Tensor | None, Tensor | None],
-    running: list[Tensor],
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor | None, ...]:
-    """Output, mean, 1 / deviation and new running statistics. Two passes, since a difference of large sums is noise."""
-    others = [axis for axis in range(x.dim()) if axis != 1]
-    shape = [-1 if axis == 1 else 1 for axis in range(x.dim())]
-    wide = x if x.dtype == torch.float64 else x.float()
-    mean = all_reduce(wide.sum(others), collectives, axes) / count
-    centred = wide - mean.view(shape)
-    variance = all_reduce(centred.square().sum(others), collectives, axes) / count
-    scale = (variance + eps).rsqrt()
-    out = centred * scale.view(shape)
-    weight, bias = affine
-    if weight is not None:
-        out = out * weight.view(shape)
-    if bias is not None:
-        out = out + bias.view(shape)
-    unbiased = variance.detach() * (count / max(count - 1, 1))
-    new = [
-        old.lerp(fresh.to(old.dtype), momentum) for old, fresh in zip(running, (mean.detach(), unbiased), strict=False)
-    ]
-    return (out.to(x.dtype), mean, scale, *new)
 
 
 def _fixed(call: ShardedCall) -> LocalKernel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -55,15 +56,12 @@ def unsupported_operators(captured: CapturedModel, strategy: ShardingStrategy) -
     ]
     if found:
         return found
-    try:
-        program = CapturedProgram(captured)
-        seen: dict[str, str | None] = {}
-        for op, node in program.calls():
-            call = program.call(op, node, strategy.splits[op], mesh)
-            if reason := _cannot_shard(call, seen):
-                found.append(f"operator '{call.operator.name}' ({call.operator.target}): {reason}")
-    except PlanError as problem:
-        found.append(str(problem))
+    program = CapturedProgram(captured)
+    seen: dict[str, str | None] = {}
+    for op, node in program.calls():
+        call = program.call(op, node, strategy.splits[op], mesh)
+        if reason := _cannot_shard(call, seen):
+            found.append(f"operator '{call.operator.name}' ({call.operator.target}): {reason}")
     return found
 
 
@@ -76,9 +74,7 @@ def invalid_split(operator: Operator, split: OpSplit, mesh: Mesh) -> str | None:
             continue
         if dim >= len(operator.dims):
             return f"the split {split} names dimension {dim} of {len(operator.dims)}"
-        parts = 1
-        for size, each in zip(mesh.sizes, split, strict=True):
-            parts *= size if each == dim else 1
+        parts = math.prod(size for size, each in zip(mesh.sizes, split, strict=True) if each == dim)
         named = operator.dims[dim]
         if named.parts % parts:
             return f"'{named.name}' cannot be split into {parts} equal parts, whose number must divide {named.parts}"

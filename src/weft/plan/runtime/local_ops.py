@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.plan.runtime.batch_norm import BATCH_NORM_RULES, SYNCHRONISED
-from weft.plan.runtime.program import CannotShard, Kernel, LocalKernel, Operand, ShardedCall, operands, plain_kernel
+from weft.plan.runtime.program import CannotShard, LocalKernel, Operand, ShardedCall, operands
 from weft.plan.runtime.random_ops import DRAW_RULES, RANDOM_RULES, is_random
 from weft.plan.runtime.redistribute import MeshCollectives
 
@@ -40,39 +40,25 @@ def _with_share(call: ShardedCall, bias: str, made: LocalKernel) -> LocalKernel:
     """Every summand would add the whole bias: each adds a part of it instead, so that the sum has it once."""
     if call.partial_count() == 1 or not isinstance(call.argument(bias), Operand):
         return made
-    return LocalKernel(
-        _shared(plain_kernel(call.target), call.index(bias), 1 / call.partial_count()), made.args, made.kwargs
-    )
+    index, share = call.index(bias), 1 / call.partial_count()
 
-
-def _shared(run: Kernel, index: int, share: float) -> Kernel:
     def shared(collectives: MeshCollectives, args: list[Any], kwargs: dict[str, Any]) -> Any:
         args[index] = args[index] * share
-        return run(collectives, args, kwargs)
+        return call.target(*args, **kwargs)
 
-    return shared
-
-
-def _plain(call: ShardedCall) -> LocalKernel:
-    return call.kernel()
+    return LocalKernel(shared, made.args, made.kwargs)
 
 
 _CONVOLUTIONS = (
-    "convolution",
-    "_convolution",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
+    *("convolution", "_convolution", "conv1d", "conv2d", "conv3d"),
+    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
 )
 
 PRODUCT_RULES: dict[str, Rule] = {
     "linear": _biased("bias"),
-    **dict.fromkeys(("addmm", "baddbmm", "addmv", "addbmm"), _biased("self")),
-    **dict.fromkeys(("mm", "bmm", "matmul", "mv", "dot", "einsum"), _plain),
-    **dict.fromkeys(("_grouped_mm", "transformers::grouped_mm_fallback"), _plain),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv"), _biased("self")),
+    **dict.fromkeys(("mm", "bmm", "matmul", "mv", "dot", "einsum"), ShardedCall.kernel),
+    **dict.fromkeys(("_grouped_mm", "transformers::grouped_mm_fallback"), ShardedCall.kernel),
     **dict.fromkeys(_CONVOLUTIONS, _convolution),
 }
 
@@ -146,10 +132,10 @@ def mean_kernel(call: ShardedCall) -> LocalKernel:
     """A mean over elements: parts are equal, so their means count alike."""
     if call.has("reduction") and call.argument("reduction") != _MEAN:
         return call.kernel()
-    run, share = plain_kernel(call.target), 1 / call.partial_count()
+    share = 1 / call.partial_count()
     if share == 1:
         return call.kernel()
-    return call.kernel(lambda collectives, args, kwargs: run(collectives, args, kwargs) * share)
+    return call.kernel(lambda collectives, args, kwargs: call.target(*args, **kwargs) * share)
 
 
 def _classified(call: ShardedCall) -> LocalKernel:
@@ -161,11 +147,10 @@ def _classified(call: ShardedCall) -> LocalKernel:
     if call.name.endswith("_forward") and 1 in call.used_outputs:
         raise CannotShard("the total weight of its labels is read")
     at = {name: call.index(name) for name in ("target", "weight", "ignore_index")}
-    run = plain_kernel(call.target)
 
     def shared(collectives: MeshCollectives, args: list[Any], kwargs: dict[str, Any]) -> Any:
         weight = _weight(args[at["target"]], args[at["weight"]], args[at["ignore_index"]])
-        total = run(collectives, args, kwargs)
+        total = call.target(*args, **kwargs)
         every = collectives.all_reduce(weight, axes)
         first = total[0] if isinstance(total, tuple) else total
         share = (first / every).to(first.dtype)

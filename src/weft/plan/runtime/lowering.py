@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -25,7 +26,7 @@ from weft.plan.runtime.program import (
     operands,
     replace_leaves,
 )
-from weft.plan.runtime.random_ops import is_random, skip_draw
+from weft.plan.runtime.random_ops import is_random, whole_draw
 from weft.plan.runtime.redistribute import (
     CollectiveSteps,
     MeshCollectives,
@@ -137,13 +138,14 @@ def lower(
         for output in range(len(call.operator.outputs)):
             found = call.result_placements(output)
             placements[ValueRef(op, output)] = without_partials(found) if output in how.whole else found
-    requested: dict[tuple[ValueRef, Placements], list[Placements]] = {}  # to the placements of the gradients
+    requested: _Requests = defaultdict(dict)
     for _, call, how in made:
         for operand in operands([how.args, how.kwargs]):
-            _request(requested, ValueRef(operand.source, operand.output), *_operand_request(call, operand))
+            wanted, gradient = _operand_request(call, operand)
+            requested[operand.value, wanted][gradient] = None
     ends = {value: without_partials(placements[value]) if value in keep_sharded else whole for value in results}
     for value, wanted in ends.items():
-        _request(requested, value, wanted, wanted)
+        requested[value, wanted][wanted] = None
     lowering = _Lowering(mesh, placements, requested, parameter_values(captured.graph))
     begin = {value: lowering.register(value) for value in inputs}
     ours = {op: (call, how) for op, call, how in made}
@@ -151,7 +153,7 @@ def lower(
         if op in ours:
             lowering.compute(op, *ours[op])
         elif is_random(call):
-            lowering.instructions.append(Compute(f"{call.operator.name} elsewhere", skip_draw(call), [], {}, ()))
+            lowering.instructions.append(Compute(f"{call.operator.name} elsewhere", whole_draw(call), [], {}, ()))
     final = {value: lowering.fetch(value, wanted, wanted) for value, wanted in ends.items()}
     instructions = _with_frees(lowering.instructions, frozenset(final.values()))
     random = any(is_random(call) for _, call in calls)
@@ -163,32 +165,22 @@ def _operand_request(call: ShardedCall, operand: Operand) -> tuple[Placements, P
     return call.operand_placements(operand), gradient_placements(operand.tensor, call.split)
 
 
-def _request(
-    requested: dict[tuple[ValueRef, Placements], list[Placements]],
-    value: ValueRef,
-    wanted: Placements,
-    gradient: Placements,
-) -> None:
-    known = requested.setdefault((value, wanted), [])
-    if gradient not in known:
-        known.append(gradient)
+# A value as it is read -> the placements of its gradients, in the order of its readers.
+_Requests = dict[tuple[ValueRef, Placements], dict[Placements, None]]
 
 
+@dataclass(slots=True)
 class _Lowering:
     """Lays out the instructions in order; a redistribution is made once, just before its first reader."""
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        placements: Mapping[ValueRef, Placements],
-        requested: Mapping[tuple[ValueRef, Placements], list[Placements]],
-        reshard: frozenset[int],
-    ) -> None:
-        self.mesh, self.placements, self.requested, self.reshard = mesh, placements, requested, reshard
-        self.instructions: list[Instruction] = []
-        self.count = 0
-        self._registers: dict[ValueRef, int] = {}
-        self._fetched: dict[tuple[ValueRef, Placements], dict[Placements, int]] = {}
+    mesh: Mesh
+    placements: Mapping[ValueRef, Placements]
+    requested: _Requests
+    reshard: frozenset[int]
+    instructions: list[Instruction] = field(default_factory=list)
+    count: int = 0
+    _registers: dict[ValueRef, int] = field(default_factory=dict)
+    _fetched: dict[tuple[ValueRef, Placements], dict[Placements, int]] = field(default_factory=dict)
 
     def register(self, value: ValueRef) -> int:
         if value not in self._registers:
@@ -221,7 +213,7 @@ class _Lowering:
 
     def compute(self, op: int, call: ShardedCall, how: LocalKernel) -> None:
         def register(operand: Operand) -> Register:
-            return Register(self.fetch(ValueRef(operand.source, operand.output), *_operand_request(call, operand)))
+            return Register(self.fetch(operand.value, *_operand_request(call, operand)))
 
         args, kwargs = fill_operands(how.args, register), fill_operands(how.kwargs, register)
         targets = tuple((output, self.register(ValueRef(op, output))) for output in sorted(call.used_outputs))

@@ -13,24 +13,25 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from weft.errors import PlanError
 from weft.plan.capture import Batch
 from weft.plan.graph import batch_size
 from weft.plan.runtime.lowering import LocalProgram, Segment
 from weft.plan.runtime.p2p import ProcessGrid, StageP2P, Stages, name_lost_peer
-from weft.plan.runtime.parameters import full_tensor, persistent_buffers, register_tensors, storage_owners
+from weft.plan.runtime.parameters import register_tensors, storage_owners
 from weft.plan.runtime.program import CallSignature, CapturedProgram, ValueRef, split_batch
 from weft.plan.runtime.random_ops import require_equal_rng, rng_digest
-from weft.plan.runtime.redistribute import MeshCollectives, ReshardAfterForward
+from weft.plan.runtime.redistribute import MeshCollectives, ReshardAfterForward, redistribution_steps
 from weft.plan.runtime.stages import StageGraph, StagePlan, forward_program
-from weft.plan.sharding import ShardingStrategy
+from weft.plan.sharding import REPLICATED, ShardingStrategy
 
 
 class StageOp(NamedTuple):
@@ -118,7 +119,6 @@ class ParallelModule(nn.Module):
         self.changing = tuple(stage_graph.changes)
         """The buffers that steps change, of all stages, also those that are no part of the model's state."""
         self._changes = {name: value for name, value in stage_graph.changes.items() if value in self._section.ends}
-        self._forward_program: tuple[LocalProgram, tuple[Segment, ...]] | None = None
         self._rng_compared = False
         self._plan: StagePlan | None = None
         if stage_graph.loss is not None:
@@ -133,22 +133,20 @@ class ParallelModule(nn.Module):
                 "a model in stages or micro-batches runs whole steps: call step(batch), which gives the loss and the "
                 "gradients"
             )
-        changes = self._stage_graph.changes
-        if self._forward_program is None:
-            self._forward_program = forward_program(
-                self._program, self.strategy, changes, self._weights, self.options.recompute
-            )
         program, segments = self._forward_program
         registers = self._filled(program, batch)
         if program.random:
             self._compare_rng()
         self._run(program, segments, registers)
-        for name, value in changes.items():
-            self.get_buffer(name).copy_(registers[program.results[value]].detach())
         outputs = self._signature.outputs
         return self._signature.result(
             [registers[program.results[each]] if isinstance(each, ValueRef) else each[0] for each in outputs]
         )
+
+    @cached_property
+    def _forward_program(self) -> tuple[LocalProgram, tuple[Segment, ...]]:
+        changes, recompute = self._stage_graph.changes, self.options.recompute
+        return forward_program(self._program, self.strategy, changes, self._weights, recompute)
 
     def step(self, batch: Batch, before_microbatch: Callable[[int], None] | None = None) -> Tensor:
         """Forward and backward of a batch: gives the loss, the same on every process, and leaves its gradients, and
@@ -204,7 +202,7 @@ class ParallelModule(nn.Module):
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's state with every tensor whole, on every process; all of them must call it."""
         captured = self._program.captured
-        kept = persistent_buffers(captured)
+        kept = captured.program.state_dict
         names = (*captured.parameters.values(), *(name for name in captured.buffers.values() if name in kept))
         own = self.state_dict()
         return self.gather_full(names, lambda name: self.full_tensor(own[name]))
@@ -230,7 +228,12 @@ class ParallelModule(nn.Module):
 
     def full_tensor(self, value: Tensor) -> Tensor:
         """A parameter of this stage or its gradient, whole on every process of the stage; all of them must call it."""
-        return full_tensor(value.detach(), self._collectives)
+        value = value.detach()
+        if not isinstance(value, DTensor):
+            return value
+        held = tuple(each.dim if isinstance(each, Shard) else REPLICATED for each in value.placements)
+        steps = redistribution_steps(held, (REPLICATED,) * len(held), self.strategy.mesh)
+        return self._collectives.move(value.to_local(), steps)
 
     def _forward(self, plan: StagePlan, part: Batch) -> _PendingBackward:
         program = plan.program
@@ -240,8 +243,6 @@ class ParallelModule(nn.Module):
         for item, tensor in zip(plan.receives, received, strict=True):
             registers[program.inputs[item.edge.value]] = tensor.requires_grad_(item.edge.gradient)
         self._run(program, plan.segments, registers)
-        for name, value in self._changes.items():
-            self.get_buffer(name).copy_(registers[program.results[value]].detach())
         sent = {item.edge.value: registers[program.results[item.edge.value]] for item in plan.sends}
         self._p2p.send_activations([sent[item.edge.value] for item in plan.sends])
         loss = self._stage_graph.loss
@@ -267,6 +268,8 @@ class ParallelModule(nn.Module):
         with resharding.hooks() if program.reshards else nullcontext():
             for segment in segments:
                 segment.run(registers, self._collectives, resharding)
+        for name, value in self._changes.items():
+            self.get_buffer(name).copy_(registers[program.results[value]].detach())
 
     def _filled(self, program: LocalProgram, batch: Batch) -> list[Any]:
         """Registers with what the program reads: parameters, buffers and the batch."""

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from weft.errors import PlanError
-from weft.plan.capture import CapturedModel
 from weft.plan.runtime.lowering import Instruction, LocalProgram, Redistribute
 from weft.plan.runtime.program import CapturedProgram, ValueRef
-from weft.plan.runtime.redistribute import MeshCollectives, redistribution_steps
-from weft.plan.sharding import PARTIAL, REPLICATED, Mesh, Placements, ShardingStrategy
+from weft.plan.runtime.redistribute import MeshCollectives
+from weft.plan.sharding import REPLICATED, Placements, ShardingStrategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +61,15 @@ def register_tensors(
         _register(module, name, made[owner])
         parameters[value], placements_of[value] = name, placements
     buffers: dict[ValueRef, str] = {}
-    kept = persistent_buffers(captured)
-    for node, name in captured.buffers.items():
+    kept = captured.program.state_dict
+    constants = {node: f"_constant_{number}" for number, node in enumerate(captured.constants)}
+    for node, name in {**captured.buffers, **constants}.items():
         value = program.value(node)
         if value.source not in only:
             continue
-        _register(module, name, _spread(_found(found, name), mesh, device), name in kept)
+        source = captured.constants[node] if node in constants else _found(found, name)
+        _register(module, name, _spread(source, mesh, device, whole).to_local().clone(), name in kept)
         buffers[value], placements_of[value] = name, whole
-    for number, (node, constant) in enumerate(captured.constants.items()):
-        value = program.value(node)
-        if value.source not in only:
-            continue
-        _register(module, f"_constant_{number}", _spread(constant, mesh, device), False)
-        buffers[value], placements_of[value] = f"_constant_{number}", whole
     return ModelTensors(parameters, buffers, placements_of)
 
 
@@ -86,42 +81,24 @@ def storage_owners(program: CapturedProgram, model: nn.Module) -> dict[ValueRef,
     out: dict[ValueRef, ValueRef] = {}
     for node in captured.parameters:
         used = captured.tied.get(node, node)
-        value = program.value(used)
-        out[value] = first.setdefault(_identity(_found(found, captured.parameters[used])), value)
+        value, source = program.value(used), _found(found, captured.parameters[used])
+        memory = source.data_ptr() if source.numel() else id(source), tuple(source.shape)
+        out[value] = first.setdefault(memory, value)
     return out
-
-
-def dtensor_placements(placements: Placements) -> list[Placement]:
-    """Placements as DTensor spells them."""
-    return [Partial() if each == PARTIAL else Replicate() if each == REPLICATED else Shard(each) for each in placements]
-
-
-def full_tensor(value: Tensor, collectives: MeshCollectives) -> Tensor:
-    """A tensor that may be a DTensor, whole on every process of a mesh; all of them must call it."""
-    if not isinstance(value, DTensor):
-        return value
-    held = tuple(each.dim if isinstance(each, Shard) else REPLICATED for each in value.placements)
-    return collectives.move(
-        value.to_local(), redistribution_steps(held, (REPLICATED,) * len(collectives.sizes), Mesh(collectives.sizes))
-    )
-
-
-def _identity(source: Tensor) -> tuple[int, tuple[int, ...]]:
-    return source.data_ptr() if source.numel() else id(source), tuple(source.shape)
 
 
 def _parameter(
     source: Tensor, mesh: DeviceMesh, device: torch.device, placements: Placements, trained: bool
 ) -> nn.Parameter:
-    spread = distribute_tensor(source.detach().to(device), mesh, dtensor_placements(placements))
+    spread = _spread(source, mesh, device, placements)
     # A copy: where nothing is cut, it would be the model's own memory.
-    own = DTensor.from_local(spread.to_local().clone(), mesh, dtensor_placements(placements), run_check=False)
+    own = DTensor.from_local(spread.to_local().clone(), mesh, spread.placements, run_check=False)
     return nn.Parameter(own, requires_grad=trained)
 
 
-def _spread(source: Tensor, mesh: DeviceMesh, device: torch.device) -> Tensor:
-    spread = distribute_tensor(source.detach().to(device), mesh, dtensor_placements((REPLICATED,) * mesh.ndim))
-    return spread.to_local().clone()
+def _spread(source: Tensor, mesh: DeviceMesh, device: torch.device, placements: Placements) -> DTensor:
+    spelled = [Replicate() if each == REPLICATED else Shard(each) for each in placements]
+    return distribute_tensor(source.detach().to(device), mesh, spelled)
 
 
 def _values(model: nn.Module) -> dict[str, Tensor]:
@@ -133,11 +110,6 @@ def _found(values: Mapping[str, Tensor], name: str) -> Tensor:
     if not isinstance(found, Tensor) or found.is_meta:
         raise PlanError(f"'{name}' has no value: give a model like the planned one, with data")
     return found
-
-
-def persistent_buffers(captured: CapturedModel) -> frozenset[str]:
-    """The buffers that belong to the model's state."""
-    return frozenset(captured.program.state_dict)
 
 
 def _register(root: nn.Module, path: str, value: Tensor, persistent: bool = True) -> None:

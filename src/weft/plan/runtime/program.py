@@ -43,25 +43,14 @@ class CapturedProgram:
     def graph(self) -> Graph:
         return self.captured.graph
 
-    @property
-    def root(self) -> fx.GraphModule:
-        root: fx.GraphModule = self.captured.program.graph_module
-        return root
-
     def calls(self) -> Iterator[tuple[int, fx.Node]]:
         """The calls in order, each with its operator's index; the picking of one of several results is none."""
         for node in self.captured.program.graph.nodes:
             if node.op == "call_function" and node.target is not operator.getitem:
-                if node.name not in self.captured.op_index:
-                    raise PlanError(
-                        f"'{node.name}' ({node.target}) is in the program but not in the graph; capture anew"
-                    )
                 yield self.captured.op_index[node.name], node
 
     def value(self, node: str) -> ValueRef:
         """Which operator's output a node stands for."""
-        if node not in self.captured.values:
-            raise PlanError(f"'{node}' is read in the program but is not in the graph; capture anew")
         return ValueRef(*self.captured.values[node])
 
     def dtypes(self) -> dict[ValueRef, torch.dtype]:
@@ -71,21 +60,27 @@ class CapturedProgram:
 
     def call(self, op: int, node: fx.Node, split: OpSplit, mesh: Mesh) -> ShardedCall:
         """A call with its arguments in the order of the schema, and operands in place of nodes."""
-        reads = _Reads(self.graph.operators[op])
+        reader = self.graph.operators[op]
+        left = list(reader.reads)  # taken in order; one that is named twice may be listed once
+
+        def read_of(value: ValueRef) -> Read:
+            found = next(read for read in (*left, *reader.reads) if ValueRef(read.source, read.output) == value)
+            if found in left:
+                left.remove(found)
+            return found
 
         def given(each: fx.Node | torch.device) -> Any:
             if isinstance(each, torch.device):
                 return self.device or each
             if each.op == "get_attr" and each.name not in self.captured.op_index:
-                return _placed(attrgetter(str(each.target))(self.root), self.device)
+                return _placed(attrgetter(str(each.target))(self.captured.program.graph_module), self.device)
             value = self.value(each.name)
-            found = reads.take(value)
-            return Operand(value.source, value.output, found.tensor, _dtype(each), _strides(each))
+            return Operand(value, read_of(value).tensor, _dtype(each), _strides(each))
 
         args, kwargs = _bound(node)
         outputs = {user.args[1] for user in node.users if user.target is operator.getitem} or {0}
         return ShardedCall(
-            self.graph.operators[op],
+            reader,
             split,
             mesh,
             node.target,
@@ -93,22 +88,6 @@ class CapturedProgram:
             replace_leaves(kwargs, (fx.Node, torch.device), given),
             frozenset(int(output) for output in outputs if isinstance(output, int)),
         )
-
-
-class _Reads:
-    """An operator's operands, taken in order. One that is named twice may be listed once."""
-
-    def __init__(self, reader: Operator) -> None:
-        self.reader, self.left = reader, list(reader.reads)
-
-    def take(self, value: ValueRef) -> Read:
-        for reads in (self.left, self.reader.reads):
-            for read in reads:
-                if (read.source, read.output) == (value.source, value.output):
-                    if reads is self.left:
-                        self.left.remove(read)
-                    return read
-        raise PlanError(f"operator '{self.reader.name}' reads a tensor that the graph does not know; capture anew")
 
 
 def _placed(value: Any, device: torch.device | None) -> Any:
@@ -218,8 +197,7 @@ class CannotShard(Exception):
 class Operand:
     """Stands for a tensor among the arguments of a call: which value it is, and how the operator sees it."""
 
-    source: int
-    output: int
+    value: ValueRef
     tensor: GraphTensor
     dtype: torch.dtype
     strides: tuple[int, ...] | None = None  # of the whole value, where they are known

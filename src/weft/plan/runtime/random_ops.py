@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from weft.errors import PlanError
 from weft.plan.runtime.program import CannotShard, Kernel, LocalKernel, Operand, ShardedCall, operands
@@ -40,8 +39,9 @@ def take_shard(collectives: MeshCollectives, whole: Tensor, placements: Placemen
     return whole
 
 
-def skip_draw(call: ShardedCall) -> Kernel:
-    """Takes from the generator what the call would, without computing it. Raises CannotShard where that cannot be."""
+def whole_draw(call: ShardedCall) -> Kernel:
+    """Takes from the generator what the call would, without computing it, and gives what was drawn for the whole
+    tensor. Raises CannotShard where that cannot be."""
     if call.name in ("dropout", "native_dropout"):
         first, probability = call.args[0], call.argument("p")
         return lambda collectives, args, kwargs: torch.dropout(
@@ -66,13 +66,10 @@ def skip_draw(call: ShardedCall) -> Kernel:
 def _dropout(call: ShardedCall) -> LocalKernel:
     if not is_random(call):
         return call.kernel()
-    first = call.args[0]
-    probability, placements = call.argument("p"), call.operand_placements(first)
+    draw, placements = whole_draw(call), call.operand_placements(call.args[0])
 
     def run(collectives: MeshCollectives, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        factor = take_shard(
-            collectives, torch.dropout(_empty_like_whole(first, collectives).fill_(1), probability, True), placements
-        )
+        factor = take_shard(collectives, draw(collectives, [], {}), placements)
         out = args[0] * factor
         return (out, factor != 0) if call.name == "native_dropout" else out
 
@@ -108,21 +105,16 @@ def _attention(call: ShardedCall) -> LocalKernel:
     query = call.argument("query").tensor
     if call.argument("is_causal") and call.parts(query.dims[-2]) > 1:
         raise CannotShard("a part of the queries does not know which of them it is, and the mask is causal")
-    probability = call.argument("dropout_p")
-    if not probability:
+    if not call.argument("dropout_p"):
         return call.kernel()
-    keys = call.argument("key").tensor
-    shape = (*query.shape[:-1], keys.shape[-2])
+    draw, last = whole_draw(call), len(query.shape) - 1
     # The weights have the axes of the queries; the keys' length is whole.
-    placements = tuple(
-        each if each < len(shape) - 1 else REPLICATED for each in call.operand_placements(call.argument("query"))
-    )
+    placements = tuple(each if each < last else REPLICATED for each in call.operand_placements(call.argument("query")))
     at = {name: call.index(name) for name in ("attn_mask", "is_causal")}
 
     def run(collectives: MeshCollectives, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
         q, k, v = args[:3]
-        ones = torch.ones(shape, dtype=q.dtype, device=collectives.device)
-        kept = take_shard(collectives, functional.dropout(ones, probability), placements)
+        kept = take_shard(collectives, draw(collectives, [], {}), placements)
         if kwargs.get("enable_gqa"):
             k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
         scale = kwargs.get("scale")

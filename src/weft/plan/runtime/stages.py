@@ -17,7 +17,7 @@ from weft.plan.graph import Graph, layer_of
 from weft.plan.runtime.lowering import LocalProgram, Segment, lower, segments
 from weft.plan.runtime.parameters import DeferredGradSync, ModelTensors
 from weft.plan.runtime.program import CallSignature, CannotShard, CapturedProgram, ValueRef
-from weft.plan.runtime.random_ops import is_random, skip_draw
+from weft.plan.runtime.random_ops import is_random, whole_draw
 from weft.plan.sharding import REPLICATED, Placements, ShardingStrategy, local_shape, without_partials
 
 
@@ -63,56 +63,45 @@ def stage_sections(
     wanted = [*ends, *updates.values()]
     needed = _needed(graph, [value.source for value in wanted])
     stage_of = {value: at[value.source] if value.source in at else stage[value.source] or 0 for value in wanted}
-    found: list[tuple[set[int], set[int], set[ValueRef]]] = []
+    sections: list[set[int]] = []
+    edges: list[StageEdge] = []
     for number in range(count):
-        queue = [op for op in calls if op in needed and op not in free and at[op] == number]
-        queue += [value.source for value, own in stage_of.items() if own == number]
-        operators: set[int] = set()
-        leaves: set[int] = set()
-        foreign: set[ValueRef] = set()
-        while queue:
-            op = queue.pop()
-            if op not in calls:
-                leaves.add(op)
-            elif op not in operators:
-                operators.add(op)
-                for read in graph.operators[op].reads:
-                    if read.source in calls and read.source not in free and at[read.source] != number:
-                        foreign.add(ValueRef(read.source, read.output))
-                    else:
-                        queue.append(read.source)
-        found.append((operators, leaves, foreign))
+        inside = {value.source for value, own in stage_of.items() if own == number}
+        inside |= {op for op in calls if op in needed and at.get(op) == number}
+        received: set[ValueRef] = set()
+        for op in reversed(range(len(graph))):
+            for read in graph.operators[op].reads if op in inside and op in calls else ():
+                if at.get(read.source, number) != number:
+                    received.add(ValueRef(read.source, read.output))
+                else:
+                    inside.add(read.source)
+        sections.append(inside)
+        edges += [
+            StageEdge(value, at[value.source], number, graph.operators[value.source].outputs[value.output].gradient)
+            for value in received
+        ]
+    edges.sort(key=lambda each: (each.source, each.target, each.value.source, each.value.output))
     for op, value in updates.items():
-        found[stage_of[value]][1].add(op)
+        sections[stage_of[value]].add(op)
     # What no operator reads stays where the plan has it, so that nothing of the model is lost.
-    held = {op for _, leaves, _ in found for op in leaves}
-    for op in range(len(graph)):
-        if op not in calls and op not in held:
-            found[stage[op] or 0][1].add(op)
+    for op in set(range(len(graph))).difference(calls, *sections):
+        sections[stage[op] or 0].add(op)
     for op, value in updates.items():
         own = stage_of[value]
-        if others := [number for number, (_, leaves, _) in enumerate(found) if op in leaves and number != own]:
+        if others := [number for number, inside in enumerate(sections) if op in inside and number != own]:
             raise PlanError(
                 f"buffer '{graph.operators[op].target}' changes in stage {own} and is read in stage {others[0]}: "
                 "ask for fewer stages"
             )
-    edges = sorted(
-        (
-            StageEdge(value, at[value.source], number, graph.operators[value.source].outputs[value.output].gradient)
-            for number, (_, _, foreign) in enumerate(found)
-            for value in foreign
-        ),
-        key=lambda each: (each.source, each.target, each.value.source, each.value.output),
-    )
     return tuple(
         StageSection(
-            frozenset(operators),
-            frozenset(leaves),
+            frozenset(inside.intersection(calls)),
+            frozenset(inside.difference(calls)),
             tuple(value for value, own in stage_of.items() if own == number),
             tuple(each for each in edges if each.target == number),
             tuple(each for each in edges if each.source == number),
         )
-        for number, (operators, leaves, _) in enumerate(found)
+        for number, inside in enumerate(sections)
     )
 
 
@@ -192,7 +181,7 @@ class StageGraph:
             random.add(op)
             if max(each or 0 for each in stage):
                 try:
-                    skip_draw(call)
+                    whole_draw(call)
                 except CannotShard as problem:
                     message = f"operator '{call.operator.name}' ({call.operator.target}): {problem}"
                     raise PlanError(f"{message}, so other stages cannot keep pace: ask for stages=1") from problem

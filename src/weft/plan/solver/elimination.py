@@ -68,15 +68,9 @@ class Elimination:
         """For each configuration of the step's vertex the least cost of all eliminated up to it, given the
         assignments."""
         for _, scope, number, table_layout in step.inputs:
-            row = self.tables[number][
-                tuple(
-                    [
-                        slice(None) if v == step.vertex else p.labels[assignment[v]]
-                        for v, p in zip(scope, table_layout.parts, strict=True)
-                    ]
-                )
-            ]
-            costs = costs + row[table_layout.parts[scope.index(step.vertex)].index]
+            parts = dict(zip(scope, table_layout.parts, strict=True))
+            at = tuple([slice(None) if v == step.vertex else part.labels[assignment[v]] for v, part in parts.items()])
+            costs = costs + self.tables[number][at][parts[step.vertex].index]
         return costs
 
 

@@ -12,6 +12,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -38,8 +39,6 @@ class TableView:
 class StepLayout:
     """The elimination of one vertex, the same object for all vertices that stand alike in their tables."""
 
-    __slots__ = ("_positions", "_table_layouts", "_views", "parts", "shape", "size", "table_layout", "work")
-
     def __init__(
         self, table_layouts: list[TableLayout], positions: list[tuple[int, ...]], classes: PartitionCache, count: int
     ) -> None:
@@ -54,13 +53,10 @@ class StepLayout:
         self.size = math.prod(self.shape[1:])
         self.table_layout: TableLayout | None = None
         self._table_layouts, self._positions = table_layouts, positions
-        self._views: tuple[TableView, ...] | None = None
 
-    @property
+    @cached_property
     def views(self) -> tuple[TableView, ...]:
-        if self._views is None:
-            self._views = tuple(map(self._view, self._table_layouts, self._positions))
-        return self._views
+        return tuple(map(self._view, self._table_layouts, self._positions))
 
     def _view(self, table_layout: TableLayout, positions: tuple[int, ...]) -> TableView:
         axes = tuple(sorted(range(len(positions)), key=positions.__getitem__))
@@ -73,14 +69,12 @@ class StepLayout:
         return TableView(None if axes == tuple(range(len(axes))) else axes, tuple(takes), tuple(shape))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class TableLayout:
     """The classes along the axes of a table; equal ones are one object with one number."""
 
-    __slots__ = ("number", "parts")
-
-    def __init__(self, parts: tuple[Partition, ...], number: int) -> None:
-        self.parts = parts
-        self.number = number
+    parts: tuple[Partition, ...]
+    number: int
 
 
 # The layout's number, the vertices, the number among all tables, the layout.

@@ -14,14 +14,9 @@ def along(call: OpCall, axes: frozenset[int], *, kind: str = "along", cost: floa
     """A result has the axes of the operand, or lacks those that the operator works along."""
     value = call.operands[0]
     labels = names("a", value.rank)
-    results: list[AxisNames] = []
-    for found in call.results:
-        if found.rank == value.rank:
-            results.append(tuple(None if axis in axes else name for axis, name in enumerate(labels)))
-        elif found.rank == value.rank - len(axes):
-            results.append(tuple(name for axis, name in enumerate(labels) if axis not in axes))
-        else:
-            return None
+    if any(found.rank not in (value.rank, value.rank - len(axes)) for found in call.results):
+        return None
+    results = [_without(labels, axes, found.rank) for found in call.results]
     name = call.target.split(".")[1]
     plain = name in _KEEPS_RESULT or name in _KEEPS_INDICES or name in _KEEPS_NOTHING
     return iteration_space(
@@ -34,6 +29,13 @@ def along(call: OpCall, axes: frozenset[int], *, kind: str = "along", cost: floa
         saved_operands=() if plain else (0,),
         saved_results=(0,) if name in _KEEPS_RESULT else (1,) if name in _KEEPS_INDICES and len(results) > 1 else (),
     )
+
+
+def _without(labels: AxisNames, axes: frozenset[int], rank: int) -> AxisNames:
+    """The axes of a result of this rank: without names for some of them, or without these."""
+    if rank == len(labels):
+        return tuple(None if axis in axes else name for axis, name in enumerate(labels))
+    return tuple(name for axis, name in enumerate(labels) if axis not in axes)
 
 
 @rule("softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax")
@@ -49,7 +51,7 @@ def axis(call: OpCall) -> IterationSpace | None:
         if any(other.shape != value.shape for other in call.operands):
             return None
         labels = names("a", value.rank)
-        result = tuple(name for number, name in enumerate(labels) if number not in found)
+        result = _without(labels, found, call.results[0].rank)
         return iteration_space(
             call, "along", [labels] * 2, [result], unsplittable=[labels[number] for number in found],
             flops=6.0 * value.elements, saved_operands=[0, 1],
@@ -75,7 +77,7 @@ def moved(call: OpCall) -> IterationSpace | None:
     return along(call, call.axes(rank, "dims" if "dims" in call.given else "dim"))
 
 
-@rule("tril", "triu", "diff", "unfold", "diagonal", "diag_embed")
+@rule("tril", "triu", "diff", "unfold", "diagonal")
 def placed(call: OpCall) -> IterationSpace | None:
     """Where an entry stands along an axis, or two, decides; leading axes of triangles are free."""
     value = call.operands[0]
@@ -103,11 +105,7 @@ def total(call: OpCall) -> IterationSpace | None:
     """Kind "sum", or "mean": the mean of a part must be divided by the number of parts before parts are added."""
     value = call.operands[0]
     labels = names("a", value.rank)
-    axes = call.axes(value.rank)
-    if call.results[0].rank == value.rank:
-        result = tuple(None if axis in axes else name for axis, name in enumerate(labels))
-    else:
-        result = tuple(name for axis, name in enumerate(labels) if axis not in axes)
+    result = _without(labels, call.axes(value.rank), call.results[0].rank)
     # A sum of truth values or of integers that are counted in another type adds up just the same.
     return iteration_space(call, call.target.split(".")[1], [labels], [result], flops=value.elements)
 

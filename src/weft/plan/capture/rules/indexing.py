@@ -60,17 +60,6 @@ def gather(call: OpCall) -> IterationSpace | None:
 @rule("index")
 def index(call: OpCall) -> IterationSpace | None:
     """Axes that are not indexed are free, and so are the axes of the indices; those that they point into are whole."""
-    found = _indexed(call)
-    if found is None:
-        return None
-    read, indices, result = found
-    keeps = range(1, len(call.operands))
-    return iteration_space(
-        call, "copy", [read, *indices], [result], saved_operands=keeps, moved=2.0 * call.results[0].bytes
-    )
-
-
-def _indexed(call: OpCall) -> tuple[AxisNames, list[AxisNames], AxisNames] | None:
     value = call.operands[0]
     given = call.given["indices"]
     if any(operand.value.dtype.itemsize == 1 for operand in given if operand is not None):
@@ -81,16 +70,23 @@ def _indexed(call: OpCall) -> tuple[AxisNames, list[AxisNames], AxisNames] | Non
     padded = [(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
     shape = tuple(max(sizes) for sizes in zip(*padded, strict=True))
     picked = names("i", rank)
-    free = tuple(None if axis in indexed else f"a{axis}" for axis in range(value.rank))
+    read = tuple(None if axis in indexed else f"a{axis}" for axis in range(value.rank))
     indices = [broadcast(found, shape, picked) for found in shapes]
     if any(labels is None for labels in indices):
         return None
-    rest = [axis for axis in range(value.rank) if axis not in indexed]
-    together = indexed == list(range(indexed[0], indexed[0] + len(indexed))) if indexed else True
-    first = indexed[0] if indexed and together else 0
-    before = tuple(f"a{axis}" for axis in rest if axis < first)
-    after = tuple(f"a{axis}" for axis in rest if axis >= first)
-    return free, [labels for labels in indices if labels is not None], (*before, *picked, *after)
+    together = bool(indexed) and indexed == list(range(indexed[0], indexed[0] + len(indexed)))
+    first = indexed[0] if together else 0  # where the axes of the indices go
+    before, after = (
+        [f"a{axis}" for axis in side if axis not in indexed] for side in (range(first), range(first, value.rank))
+    )
+    return iteration_space(
+        call,
+        "copy",
+        [read, *(labels for labels in indices if labels is not None)],
+        [(*before, *picked, *after)],
+        saved_operands=range(1, len(call.operands)),
+        moved=2.0 * call.results[0].bytes,
+    )
 
 
 @rule("index_put", "_unsafe_index_put")
@@ -128,15 +124,11 @@ def scatter(call: OpCall) -> IterationSpace | None:
     labels = names("a", value.rank)
     flat = call.target in ("aten.index_add", "aten.index_copy", "aten.index_fill")
     same = [each != axis for each in range(value.rank)]
-    for number, other in enumerate(call.operands[1:]):
-        if flat and number == 0:
-            continue
-        if other.rank != value.rank:
-            if other.rank == 0:
-                continue
-            return None
-        for each in range(value.rank):
-            same[each] = same[each] and other.shape[each] == value.shape[each]
+    alike = [other for other in call.operands[2 if flat else 1 :] if other.rank]
+    if any(other.rank != value.rank for other in alike):
+        return None
+    for other in alike:
+        same = [kept and size == own for kept, size, own in zip(same, other.shape, value.shape, strict=True)]
     axes = tuple(name if kept else None for name, kept in zip(labels, same, strict=True))
     reads: list[AxisNames] = [labels]
     for number, other in enumerate(call.operands[1:]):

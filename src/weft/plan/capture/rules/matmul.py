@@ -76,11 +76,11 @@ def matmul(call: OpCall) -> IterationSpace | None:
     return product(call, [found[0], found[1]], found[2], factors=(0, 1))
 
 
-@rule("addmm", "baddbmm", "addbmm", "addmv")
+@rule("addmm", "baddbmm", "addmv")
 def added(call: OpCall) -> IterationSpace | None:
     """A product onto which the first operand, broadcast, is added: a bias."""
     found = _labels(call.operands[1], call.operands[2], call.results[0])
-    if found is None or call.target == "aten.addbmm":
+    if found is None:
         return None
     bias = broadcast(call.operands[0].shape, call.results[0].shape, found[2])
     return None if bias is None else product(call, [bias, found[0], found[1]], found[2], factors=(1, 2))

@@ -64,7 +64,7 @@ def reshape(call: OpCall) -> IterationSpace | None:
     return iteration_space(call, "view", [tuple(read)], [tuple(result)], unsplittable=whole, moved=0.0)
 
 
-@rule("permute transpose t movedim swapaxes numpy_T mT adjoint alias detach")
+@rule("permute transpose t swapaxes numpy_T mT adjoint alias detach")
 def permute(call: OpCall) -> IterationSpace | None:
     """All axes are free, in another order."""
     rank = call.operands[0].rank
@@ -73,17 +73,12 @@ def permute(call: OpCall) -> IterationSpace | None:
     order = list(range(rank))
     if name == "permute":
         order = [axis % rank for axis in call.given["dims"]]
-    elif name in ("transpose", "swapaxes", "t", "mT", "adjoint"):
-        if rank > 1:
-            pair = ("dim0", "dim1") if name == "transpose" else ("axis0", "axis1")
-            one, two = (
-                (call.axis(rank, key) for key in pair) if name in ("transpose", "swapaxes") else (rank - 2, rank - 1)
-            )
-            order[one], order[two] = order[two], order[one]
     elif name == "numpy_T":
         order.reverse()
-    elif name == "movedim":
-        return None
+    elif rank > 1 and name not in ("alias", "detach"):
+        pair = {"transpose": ("dim0", "dim1"), "swapaxes": ("axis0", "axis1")}.get(name)
+        one, two = (call.axis(rank, key) for key in pair) if pair else (rank - 2, rank - 1)
+        order[one], order[two] = order[two], order[one]
     return iteration_space(call, "view", [labels], [tuple(labels[axis] for axis in order)], moved=0.0)
 
 
@@ -110,16 +105,15 @@ def cut(call: OpCall) -> IterationSpace | None:
     value = call.operands[0]
     labels = names("a", value.rank)
     axis = call.axis(value.rank)
-    results: list[AxisNames] = []
-    taken = False
-    for found in call.results:
-        if found.rank < value.rank:
-            results.append((*labels[:axis], *labels[axis + 1 :]))
-        else:
-            same = found.shape == value.shape and call.target == "aten.slice"
-            taken = taken or same
-            results.append(labels if same else (*labels[:axis], None, *labels[axis + 1 :]))
-    return iteration_space(call, "view", [labels], results, unsplittable=() if taken else (labels[axis],), moved=0.0)
+    if call.target == "aten.slice" and call.results[0].shape == value.shape:
+        return iteration_space(call, "view", [labels], [labels], moved=0.0)
+    results = [_part(labels, axis, found.rank) for found in call.results]
+    return iteration_space(call, "view", [labels], results, unsplittable=(labels[axis],), moved=0.0)
+
+
+def _part(labels: AxisNames, axis: int, rank: int) -> AxisNames:
+    """The axes of a part along one axis, which a part of lower rank lacks."""
+    return (*labels[:axis], *((None,) if rank == len(labels) else ()), *labels[axis + 1 :])
 
 
 @rule("cat", "concat", "concatenate", "stack")
@@ -132,10 +126,8 @@ def join(call: OpCall) -> IterationSpace | None:
     for value in call.operands:
         if call.target == "aten.stack":
             reads.append((*labels[:axis], *labels[axis + 1 :]))
-        else:
-            reads.append(
-                labels if value.rank == rank else (None,) * value.rank
-            )  # an empty tensor of any shape is allowed
+        else:  # an empty tensor of any shape is allowed
+            reads.append(labels if value.rank == rank else (None,) * value.rank)
     return iteration_space(call, "copy", reads, [labels], unsplittable=(labels[axis],))
 
 
@@ -195,9 +187,5 @@ def replace_part(call: OpCall) -> IterationSpace | None:
     value, source = call.operands
     labels = names("a", value.rank)
     axis = call.axis(value.rank)
-    read: AxisNames
-    if source.rank < value.rank:
-        read = (*labels[:axis], *labels[axis + 1 :])
-    else:
-        read = (*labels[:axis], None, *labels[axis + 1 :])
+    read = _part(labels, axis, source.rank)
     return iteration_space(call, "copy", [labels, read], [labels], unsplittable=(labels[axis],))
