@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ def trial(model: str = "plain", precision: str = "fp32") -> TrialConfig:
     )
 
 
+@cache
 def split(stages: int, microbatches: int, precision: str = "fp32", model: str = "plain") -> Fit:
     made = trial(model, precision)
     batch = example_batch(made, BATCH, "cpu")
