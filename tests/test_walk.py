@@ -168,7 +168,7 @@ if __name__ == "__main__":
     recipe = weft.tune.Recipe(model=build, data=weft.data.digits, steps=4, report_every=2)
     sys.setprofile(look)
     weft.tune(
-        recipe, space, trials=4, max_concurrent=1, devices=["cpu=64MiB"], root=os.environ["WALK"], callback=watch
+        recipe, space, trials=4, max_concurrent=1, devices=["cpu=64MiB"], folder=os.environ["WALK"], callback=watch
     )
     sys.setprofile(None)
 '''

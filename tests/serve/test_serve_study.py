@@ -92,7 +92,7 @@ def tuned(runs: Path, objectives: int = 1, **more: Any) -> StudyResult:
         "max_concurrent": 4,
         "trial_memory": "8MiB",
         "name": "study",
-        "root": runs,
+        "folder": runs,
         **more,
     }
     return weft.tune(never, space(), executor=Instant(objectives), **aims, **given)
