@@ -56,7 +56,10 @@ def elsewhere(folder: Path) -> dict[str, Any]:
     kind, given = RUNS["bounded"]
     long = options(**given, steps=400)
     stopped(*NETS[kind], "moved", folder, stages=2, **long)
-    return shared(train(*NETS[kind], name="moved", folder=folder, resume=True, **long))
+    moved = shared(train(*NETS[kind], name="moved", folder=folder, resume=True, **long))
+    whole = shared(train(*NETS[kind], name="whole", folder=folder, **long))
+    assert moved["fingerprint"] == whole["fingerprint"], "a run that moved from two processes to one has other bits"
+    return moved
 
 
 def gradient(folder: Path) -> dict[str, Any]:
@@ -72,5 +75,5 @@ def cases() -> Iterator[Case]:
             yield f"train/{name}/{way}", lambda folder, name=name, given=given: one(name, folder, **given)
     for way, (name, given) in MORE.items():
         yield f"train/{name}/{way}", lambda folder, name=name, given=given: one(name, folder, **given)
-    yield "train/bounded/2-then-1", elsewhere
+    yield "moved/bounded", elsewhere
     yield "search/drnas/2", gradient
