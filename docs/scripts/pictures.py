@@ -1,7 +1,7 @@
 """Draws the pictures of the dashboard: makes real runs in a temporary folder and serves them to a browser.
 
-Run it on a machine that does nothing else: where other programs take the cores, the real schedule of the picture takes
-several times as long as the simulated one.
+Run it on a machine that does nothing else. Each stage has one thread: where the threads of all stages, or other
+programs, share the cores, the real schedule of the picture takes several times as long as the simulated one.
 
 python docs/scripts/pictures.py            # a minute or two; needs chromium and `pip install playwright`
 python docs/scripts/pictures.py RUNS_DIR   # of runs that are there already
@@ -28,6 +28,8 @@ data = "digits"
 [run]
 name = "conv"
 validation = 50
+[execution]
+threads = 1
 [train]
 steps = 300
 batch_size = 32
