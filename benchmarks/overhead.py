@@ -35,7 +35,7 @@ from weft.trainer.config import Execution, RunConfig, TrainConfig, prefers_chann
 from weft.trainer.device_engine import DeviceEngine
 from weft.trainer.manifest import describe_run, open_run
 from weft.trainer.metrics_log import StepRecord
-from weft.trainer.trainer import Trainer
+from weft.trainer.trainer import Engine, Trainer
 from weft.utils.malloc import keep_freed_memory
 from weft.zoo import digits_conv, digits_mlp, nas_bench_macro
 
@@ -99,7 +99,7 @@ class WeftLoop:
         self.device, self.chain = torch.device(device), weft.initialise(build, 0, device)
         self.config = resolve(config, self.chain)
         execution.lay_out(self.chain)
-        self.engine = DeviceEngine(self.chain, data.to(device), self.config, execution)
+        self.engine = self.make_engine(data.to(device), execution)
         self.trainer = Trainer(self.chain, data, self.config, self.engine, ControlStore.alone(), {})
         described = describe_run(self.chain, data, self.config, execution, None)
         self.trainer.open(open_run(RunConfig(name="run", folder=folder), described, self.device, False))
@@ -107,6 +107,9 @@ class WeftLoop:
             keep_freed_memory()
         self.engine.begin(0)
         self.engine.layers.train_mode()
+
+    def make_engine(self, data: Data, execution: Execution) -> Engine:
+        return DeviceEngine(self.chain, data, self.config, execution)
 
     def train(self, stop: int) -> None:
         """The steps before ``stop`` that are not done yet."""
