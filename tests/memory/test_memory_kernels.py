@@ -21,7 +21,7 @@ from weft.memory.cudnn_conv import (
     workspace,
 )
 from weft.memory.cudnn_rnn import cudnn_workspace
-from weft.memory.tensor_shape import TensorShape
+from weft.memory.timeline import TensorShape
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

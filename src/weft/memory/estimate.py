@@ -16,9 +16,8 @@ from weft.hardware.machine import Machine
 from weft.hardware.machine import machine as machine_of
 from weft.memory.allocator import AllocatorConfig
 from weft.memory.replay import PeakMemory, fits, replay
-from weft.memory.roofline import Work, step_seconds
-from weft.memory.tensor_shape import weighted_sum
-from weft.memory.timeline import AllocationTimeline
+from weft.memory.timeline import AllocationTimeline, weighted_sum
+from weft.memory.tracer import Work
 from weft.memory.train_step import Loss, Step, StepSpec, StepTrace, trace
 from weft.memory.workspaces import SLOTS, workspaces
 from weft.nn.batch import batch_size
@@ -111,12 +110,12 @@ class Estimate:
     def fits(self, memory: float | str, *, context: bool = True) -> bool:
         """Whether the step runs on a device with so much memory (bytes, or text such as ``80GiB``), if the allocator
         releases its cache where it must. The context counts unless the memory is the allocator's alone."""
-        return self._estimator.fits(self.batch, _bytes(memory) - context * self.context)
+        return self._estimator.fits(self.batch, int(parse_bytes(memory, PlanError)) - context * self.context)
 
     def largest_batch(self, memory: float | str, *, context: bool = True, margin: float = 0.02) -> int:
         """The largest batch size that fits, with this share of the memory left over; 0 if none does. `PlanError` where
         larger batches make more blocks, not larger ones: to trace them all might take for ever."""
-        room = int(_bytes(memory) * (1 - margin)) - context * self.context
+        room = int(parse_bytes(memory, PlanError) * (1 - margin)) - context * self.context
         low, high = 0, 1 if self._estimator.curve() else self.batch  # a trace may want more than one sample
         while high <= LARGEST_BATCH and self._estimator.fits(high, room):
             low, high = high, 2 * high
@@ -223,6 +222,20 @@ class _EstimateBuilder:
             return None, str(error)
 
 
+def step_seconds(work: Work, machine: Machine) -> float:
+    """Seconds of the kernels one after the other by a roofline model, but no less than the host needs to launch them.
+
+    `PlanError` where the machine has no peak for a dtype of the step."""
+    busy, kernels = 0.0, 0
+    for dtype, rows in work.items():
+        name = dtype if dtype in ("float16", "bfloat16") else "float32"
+        busy += float(machine.compute_seconds([r[0] for r in rows], [r[1] for r in rows], name).sum())
+        kernels += len(rows)
+    if not kernels:
+        raise PlanError("the step has no kernel to time")
+    return max(busy, kernels * machine.device.launch)
+
+
 def _between(works: Sequence[Work], counts: Sequence[float]) -> Work:
     first, *others = works
     if any(len(rows) != len(other.get(name, ())) for name, rows in first.items() for other in others):
@@ -238,10 +251,6 @@ def _between(works: Sequence[Work], counts: Sequence[float]) -> Work:
         ]
         for name in first
     }
-
-
-def _bytes(memory: float | str) -> int:
-    return int(parse_bytes(memory, PlanError))
 
 
 # How a timeline depends on the batch size: polynomials through the timelines of a few batches.
