@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -14,7 +14,18 @@ from weft.space.expression import Value, plain
 MAX_OPTIONS = 100_000
 
 
-class _Finite:
+class _Writable:
+    """What `choice_from_json` reads."""
+
+    __slots__ = ()
+
+    def to_json(self) -> dict[str, object]:
+        values = ((entry.name, getattr(self, entry.name)) for entry in fields(self))  # type: ignore[arg-type]
+        written = {name: list(value) if isinstance(value, tuple) else value for name, value in values}
+        return {"kind": type(self).__name__.lower(), **written}
+
+
+class _Finite(_Writable):
     """A choice of options that can be listed."""
 
     __slots__ = ()
@@ -57,9 +68,6 @@ class Categorical(_Finite):
     def neighbours(self, value: Value) -> tuple[Value, ...]:
         return tuple(option for option in self.options if option != value)
 
-    def to_json(self) -> dict[str, object]:
-        return {"kind": "categorical", "options": list(self.options)}
-
 
 @dataclass(frozen=True, slots=True)
 class Integers(_Finite):
@@ -85,12 +93,9 @@ class Integers(_Finite):
         at = self.values.index(int(self.canonical(value)))
         return self.values[max(at - 1, 0) : at] + self.values[at + 1 : at + 2]
 
-    def to_json(self) -> dict[str, object]:
-        return {"kind": "integers", "values": list(self.values), "ordered": self.ordered}
-
 
 @dataclass(frozen=True, slots=True)
-class Floats:
+class Floats(_Writable):
     """A real number of [low, high]; with `log`, uniform in its logarithm."""
 
     low: float
@@ -139,9 +144,6 @@ class Floats:
         """So many numbers from end to end."""
         return tuple(dict.fromkeys(self._at(at / (points - 1)) for at in range(points)))
 
-    def to_json(self) -> dict[str, object]:
-        return {"kind": "floats", "low": self.low, "high": self.high, "log": self.log}
-
     def _at(self, share: float) -> float:
         """The number at this share of the interval, never outside of it."""
         if share <= 0 or share >= 1:
@@ -158,12 +160,12 @@ Choice = Categorical | Integers | Floats
 
 def choice_from_json(data: Mapping[str, object]) -> Choice:
     """The choice that `to_json` wrote; a missing, unknown or mistyped field is a SpaceError."""
-    for kind, fields in _FIELDS.items():
-        if data.get("kind") == kind.__name__.lower() and set(data) == {"kind", *fields}:
-            for name, types in fields.items():
+    for kind, expected in _FIELDS.items():
+        if data.get("kind") == kind.__name__.lower() and set(data) == {"kind", *expected}:
+            for name, types in expected.items():
                 if not isinstance(data[name], types) or (isinstance(data[name], bool) and types is not bool):
                     raise SpaceError(f"'{name}' of a choice cannot be {data[name]!r}")
-            return kind(**{name: tuple(item) if isinstance(item := data[name], list) else item for name in fields})  # type: ignore[arg-type]
+            return kind(**{name: tuple(item) if isinstance(item := data[name], list) else item for name in expected})  # type: ignore[arg-type]
     raise SpaceError(f"{dict(data)!r} is no choice: kinds are categorical, integers and floats")
 
 
