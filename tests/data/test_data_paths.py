@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from weft.data import Data, Source, load, open_data
+from weft.data import Data, Source, load
 from weft.data.images import decode
 from weft.errors import DataError
 
@@ -344,8 +344,6 @@ def test_what_is_no_known_kind_is_refused_with_the_list(tmp_path: Path) -> None:
         load(tmp_path / "absent")
     with pytest.raises(DataError, match="unknown option 'sise' for npz; did you mean 'size'"):
         load(packed(tmp_path / "p.npz"), sise=3)
-    with pytest.raises(DataError, match="neither embedded data nor a path"):
-        open_data(str(tmp_path / "absent"))
     for validation in (-0.1, 1.0, 2):
         with pytest.raises(DataError, match="from 0 to below 1"):
             load(mnist(tmp_path / "mnist"), validation=validation)

@@ -43,19 +43,6 @@ def test_a_request_takes_its_rounded_size_from_a_segment_of_its_class(asked: int
     assert (allocator.allocated, allocator.reserved) == (taken if asked != 21 * MIB else 22 * MIB, reserved)
 
 
-def test_freed_neighbours_join_so_that_a_larger_request_fits_in_their_place() -> None:
-    allocator = CachingAllocator()
-    first, second, third = (allocator.alloc(6 * MIB) for _ in range(3))
-    assert allocator.reserved == 20 * MIB
-    allocator.free(first)
-    allocator.free(second)
-    allocator.alloc(12 * MIB)
-    assert allocator.reserved == 20 * MIB
-    allocator.free(third)
-    allocator.alloc(9 * MIB)
-    assert allocator.reserved == 40 * MIB
-
-
 def test_at_the_limit_cached_segments_are_given_back_before_memory_is_out() -> None:
     allocator = CachingAllocator(limit=50 * MIB)
     allocator.free(allocator.alloc(30 * MIB))
