@@ -111,10 +111,6 @@ def _plain(path: Path, arrays: dict[str, Array], limit: int | None, validation: 
     ):
         images = {part: (channels_first(x, f"x of {path}"), y) for part, (x, y) in pairs.items()}
         return image_data(path.stem, images, class_names=None, validation=validation, seed=seed)
-    return _numbers(path, pairs, validation, seed)
-
-
-def _numbers(path: Path, pairs: dict[str, tuple[Array, Array]], validation: float, seed: int) -> Data:
     sources: dict[str, Source] = {
         part: Tensors(x=_tensor(x, path), y=_tensor(y, path)) for part, (x, y) in pairs.items()
     }

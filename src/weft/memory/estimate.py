@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ class Estimate:
         """The largest batch size that fits, with this share of the memory left over; 0 if none does. `PlanError` where
         larger batches make more blocks, not larger ones: to trace them all might take for ever."""
         room = int(parse_bytes(memory, PlanError) * (1 - margin)) - context * self.context
-        low, high = 0, 1 if self._estimator.curve() else self.batch  # a trace may want more than one sample
+        low, high = 0, 1 if self._estimator.curve else self.batch  # a trace may want more than one sample
         while high <= LARGEST_BATCH and self._estimator.fits(high, room):
             low, high = high, 2 * high
         while high - low > 1:
@@ -129,7 +130,7 @@ class Estimate:
         return f"batch {self.batch}: {shown(self.allocated)} allocated, {shown(self.reserved)} reserved ({parts})"
 
 
-@dataclass(slots=True)
+@dataclass
 class _EstimateBuilder:
     """Makes estimates at other batch sizes."""
 
@@ -138,7 +139,6 @@ class _EstimateBuilder:
     size: int
     config: AllocatorConfig
     machine: Machine | str | None
-    curves: list[BatchPolynomial | None] = field(default_factory=list)
     traces: dict[int, StepTrace] = field(default_factory=dict)
 
     def traced(self, size: int) -> StepTrace:
@@ -150,24 +150,17 @@ class _EstimateBuilder:
         self, size: int, found: StepTrace, peaks: PeakMemory | None = None, work: Work | None = None
     ) -> Estimate:
         peaks = peaks or replay(found.timeline, self.config)
-        seconds, why = self._seconds(work or found.work)
-        own = self.training.kernels.context
-        figures = (peaks.phases, peaks.parts, peaks.modules)
-        return Estimate(size, peaks.allocated, peaks.reserved, own, *figures, seconds, why, found.assumptions, self)
-
-    def curve(self) -> BatchPolynomial | None:
-        """The polynomial that holds for all batches; None if each has to be traced."""
-        if not self.curves:
-            self.curves.append(self._curve())
-        return self.curves[0]
+        seconds = self._seconds(work or found.work)
+        sizes = (peaks.allocated, peaks.reserved, self.training.kernels.context)
+        return Estimate(size, *sizes, peaks.phases, peaks.parts, peaks.modules, *seconds, found.assumptions, self)
 
     def timeline(self, size: int) -> AllocationTimeline:
-        curve = None if size in self.traces else self.curve()
+        curve = None if size in self.traces else self.curve
         return self.traced(size).timeline if curve is None else curve.at(size)
 
     def at(self, size: int) -> Estimate:
         try:
-            curve = self.curve()
+            curve = self.curve
         except PlanError:  # such as of a step that makes more blocks for a larger batch
             curve = None
         if curve is None:
@@ -180,7 +173,9 @@ class _EstimateBuilder:
     def fits(self, size: int, memory: int) -> bool:
         return memory > 0 and fits(self.timeline(size), memory, self.config)
 
-    def _curve(self) -> BatchPolynomial | None:
+    @cached_property
+    def curve(self) -> BatchPolynomial | None:
+        """The polynomial that holds for all batches; None if each has to be traced."""
         base = max(self.size, 2)
         while True:
             try:
@@ -191,14 +186,14 @@ class _EstimateBuilder:
                 base *= 2
                 if base > 8 * max(self.size, 2):
                     raise
-        (third, there), fourth = self._first(base, *CHECKED_AT[0]), CHECKED_AT[1]
+        third, there = self._first(base, *CHECKED_AT[0])
         if line.predicts(third, there):
             return line
         try:
             parabola = self._through(base, 2 * base, third)  # what is made of all pairs of samples, for example
         except PlanError:
             return None
-        return parabola if parabola.predicts(*self._first(base, *fourth)) else None
+        return parabola if parabola.predicts(*self._first(base, *CHECKED_AT[1])) else None
 
     def _through(self, *sizes: int) -> BatchPolynomial:
         return BatchPolynomial({size: self.traced(size).timeline for size in sizes}, self.training.kernels)
