@@ -26,11 +26,7 @@ def page_faults(**variables: str) -> int:
     """Those of the third of three steps that allocate and free 64 MiB each."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**environment, **variables},
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", PROGRAM], env={**environment, **variables}, capture_output=True, text=True, check=True
     )
     return int(ran.stdout)
 

@@ -305,12 +305,7 @@ def test_a_saved_dict_of_images_keeps_parts_pixels_and_class_names(tmp_path: Pat
     part = datasets.Dataset.from_dict(rows, features=features)
     datasets.DatasetDict({"train": part, "validation": part, "test": part}).save_to_disk(tmp_path / "saved")
     data = load(tmp_path / "saved")
-    assert data.info == {
-        "columns": ("image", "label"),
-        "classes": 2,
-        "class_names": ("cat", "dog"),
-        "shape": (3, 4, 5),
-    }
+    assert data.info == {"columns": ("image", "label"), "classes": 2, "class_names": ("cat", "dog"), "shape": (3, 4, 5)}
     for source in data.parts().values():
         batch = everything(source)
         assert torch.equal(batch["image"], torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()).float() / 255)
