@@ -11,12 +11,12 @@ import pytest
 from weft.utils.malloc import keep_freed_memory
 
 PROGRAM = """
-import resource, torch
+import resource
 from weft.utils.malloc import keep_freed_memory
 keep_freed_memory()
 for _ in range(3):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    step = [torch.zeros(2**18) for _ in range(64)]
+    step = [bytearray(2**20) for _ in range(64)]
     del step
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """

@@ -93,12 +93,14 @@ def test_the_pictures_of_consistency_show_the_versions_of_the_formulas(monkeypat
             assert int(version) == reads(int(n))
 
 
-def test_the_program_of_the_readme_prints_what_the_readme_shows(tmp_path: Path) -> None:
+def test_the_program_of_the_readme_prints_what_the_readme_shows(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     readme = (ROOT / "README.md").read_text()
     code, printed = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", readme, re.DOTALL)[0]
     code = code.replace("steps=1000", "steps=300").replace("budget=200", "budget=50")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    shown, seen = printed.splitlines(), done.stdout.splitlines()
+    exec(code, {"__name__": "__main__"})
+    shown, seen = printed.splitlines(), capsys.readouterr().out.splitlines()
     assert len(seen) == len(shown)
     assert re.fullmatch(r"[0-9a-f]{16}", seen[0])  # the bits depend on the processor
     assert re.fullmatch(r"(block\d=(wide|narrow|skip) ?){6}", seen[1])

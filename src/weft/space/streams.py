@@ -312,14 +312,11 @@ def make_stream(space: Space, spec: Spec, seed: int = 0, **options: object) -> S
 
 
 def _argument(name: str, argument: str) -> dict[str, object]:
-    if name == "file":
-        return {"path": argument}
-    if name == "shrinking":
-        return {"order": argument}
-    if name not in ("spaced", "sandwich"):
+    option = {"file": "path", "shrinking": "order", "spaced": "spacing", "sandwich": "r"}.get(name)
+    if option is None:
         raise StreamError(f"the {name} stream takes no argument, got '{argument}'")
     try:
-        return {"spacing" if name == "spaced" else "r": int(argument)}
+        return {option: argument if option in ("path", "order") else int(argument)}
     except ValueError:
         raise StreamError(f"'{name}:{argument}' needs an integer after the colon, such as '{name}:2'") from None
 
