@@ -355,7 +355,7 @@ def test_json_keeps_a_space_and_its_subnets(plan, seed):
     again = Space.from_json(json.loads(json.dumps(space.to_json())))
     assert again.id == space.id
     assert again.to_json() == space.to_json()
-    if oracle(plan):
+    if space.choices and space.size():
         subnet = space.sample(generator(seed))
         loaded = again.load_subnet(json.loads(json.dumps(subnet.to_json())))
         assert loaded == subnet
