@@ -53,7 +53,7 @@ def estimate(
     dimensions count the samples, or a dataclass, which the model takes as a whole. A mapping's entries ``inputs`` are
     the model's arguments in order; without them, all but the targets (``label``, ``targets``, ``y``) if there is a
     ``loss``, which is called with the outputs and the batch, else all by name, and the loss is the output's own, or its
-    mean. ``bfloat16`` is autocast. ``recompute`` keeps only the inputs of blocks (`recompute.parts`); a function does
+    mean. ``bfloat16`` is autocast. ``recompute`` keeps only the inputs of blocks (`recomputed_parts`); a function does
     it its own way to the model it is given. ``step(model, optimizer, batch)`` takes the place of the usual step, with
     ``torch.autocast("cpu", ...)`` where it casts. The optimizer is one of torch by name, or a function of the
     parameters. On ``cpu`` the estimate counts the bytes of all tensors that live at once.

@@ -54,8 +54,7 @@ class Run:
     ) -> Run:
         """Make the directory `root/name`; with `exist_ok`, a run that is there is opened as it is.
 
-        The manifest is `manifest` and what `origin` and the clock know. The default name is
-        that of `unique_name`.
+        The manifest is `manifest` and what `origin` and the clock know. The default name is that of `unique_name`.
         """
         created = time.gmtime()
         name = unique_name("run") if name is None else name

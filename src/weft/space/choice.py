@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import numpy as np
 
@@ -18,11 +19,12 @@ class _Writable:
     """What `choice_from_json` reads."""
 
     __slots__ = ()
+    kind: ClassVar[str]
 
     def to_json(self) -> dict[str, object]:
         values = ((entry.name, getattr(self, entry.name)) for entry in fields(self))  # type: ignore[arg-type]
         written = {name: list(value) if isinstance(value, tuple) else value for name, value in values}
-        return {"kind": type(self).__name__.lower(), **written}
+        return {"kind": self.kind, **written}
 
 
 class _Finite(_Writable):
@@ -60,6 +62,7 @@ class _Finite(_Writable):
 class Categorical(_Finite):
     """One of a few named things, in no order but that of writing."""
 
+    kind = "categorical"
     options: tuple[Value, ...]
 
     def __post_init__(self) -> None:
@@ -73,6 +76,7 @@ class Categorical(_Finite):
 class Integers(_Finite):
     """One of a finite set of integers; `ordered` sorts them and makes only adjacent ones neighbours."""
 
+    kind = "integers"
     values: tuple[int, ...]
     ordered: bool = True
 
@@ -98,6 +102,7 @@ class Integers(_Finite):
 class Floats(_Writable):
     """A real number of [low, high]; with `log`, uniform in its logarithm."""
 
+    kind = "floats"
     low: float
     high: float
     log: bool = False
@@ -161,7 +166,7 @@ Choice = Categorical | Integers | Floats
 def choice_from_json(data: Mapping[str, object]) -> Choice:
     """The choice that `to_json` wrote; a missing, unknown or mistyped field is a SpaceError."""
     for kind, expected in _FIELDS.items():
-        if data.get("kind") == kind.__name__.lower() and set(data) == {"kind", *expected}:
+        if data.get("kind") == kind.kind and set(data) == {"kind", *expected}:
             for name, types in expected.items():
                 if not isinstance(data[name], types) or (isinstance(data[name], bool) and types is not bool):
                     raise SpaceError(f"'{name}' of a choice cannot be {data[name]!r}")
