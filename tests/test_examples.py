@@ -48,8 +48,8 @@ def test_every_example_is_run_here() -> None:
     assert found == {"own_supernet", "text", "resume", "consistency", "own_config", "gpt"} | elsewhere
 
 
-def test_a_supernet_of_ones_own_is_trained_searched_and_extracted(tmp_path: Path) -> None:
-    lines = run(tmp_path, str(EXAMPLES / "own_supernet.py")).splitlines()
+@pytest.mark.parametrize("lines", ["own_supernet"], indirect=True)
+def test_a_supernet_of_ones_own_is_trained_searched_and_extracted(lines: list[str], tmp_path: Path) -> None:
     assert lines[0].startswith("81 subnets, trained in runs/run-")
     front = [re.fullmatch(r"accuracy (0\.\d{4}|1\.0000)  flops +([\d,]+)  (.*)", line) for line in lines[1:-1]]
     assert len(front) >= 1
@@ -70,8 +70,8 @@ def test_a_model_of_text_is_better_than_guessing_and_than_its_smallest_subnet(li
     assert lines[3].startswith("it writes: 'The ")
 
 
-@pytest.mark.parametrize("lines", ["resume"], indirect=True)
-def test_a_run_that_was_stopped_and_resumed_has_the_fingerprint_of_an_undisturbed_one(lines: list[str]) -> None:
+def test_a_run_that_was_stopped_and_resumed_has_the_fingerprint_of_an_undisturbed_one(tmp_path: Path) -> None:
+    lines = run(tmp_path, str(EXAMPLES / "resume.py")).splitlines()  # a process of its own, since it gets a signal
     whole, stopped, resumed, verdict = (line.split(maxsplit=1) for line in lines)
     assert re.fullmatch("[0-9a-f]{64}", whole[1])
     assert resumed[1] == whole[1]
