@@ -11,12 +11,12 @@ import pytest
 from weft.utils.malloc import keep_freed_memory
 
 PROGRAM = """
-import resource, torch
+import resource
 from weft.utils.malloc import keep_freed_memory
 keep_freed_memory()
 for _ in range(3):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    step = [torch.zeros(2**18) for _ in range(64)]
+    step = [bytearray(2**20) for _ in range(64)]
     del step
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
@@ -26,11 +26,7 @@ def page_faults(**variables: str) -> int:
     """Those of the third of three steps that allocate and free 64 MiB each."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**environment, **variables},
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", PROGRAM], env={**environment, **variables}, capture_output=True, text=True, check=True
     )
     return int(ran.stdout)
 

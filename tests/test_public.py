@@ -72,8 +72,3 @@ def test_search_is_a_package_and_the_function_in_it() -> None:
 def test_the_version_is_that_of_the_package() -> None:
     text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     assert f'\nversion = "{weft.__version__}"\n' in text
-
-
-def test_elastic_can_be_imported_from_as_a_module() -> None:
-    code = "from weft.elastic import Linear; import weft, weft.elastic; assert weft.elastic.Linear is Linear"
-    subprocess.run([sys.executable, "-c", code], check=True)

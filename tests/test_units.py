@@ -11,13 +11,7 @@ from weft.utils.units import format_bytes, parse_bytes
 
 
 def test_sizes_are_read_as_people_write_them() -> None:
-    assert [parse_bytes(text) for text in ("80GiB", "1.5 gb", "512MiB", "1024", 7)] == [
-        80 * 2**30,
-        1.5e9,
-        2**29,
-        1024,
-        7,
-    ]
+    assert [parse_bytes(text) for text in ("80GiB", "1.5 gb", "1024", 7)] == [80 * 2**30, 1.5e9, 1024, 7]
 
 
 @pytest.mark.parametrize("wrong", ["", "GiB", "12 apples", "-3", "0", "1e999", "1.2.3", "nan", "inf"])

@@ -89,20 +89,7 @@ def test_shift_and_flip_equal_the_loop(padding: int, flip: bool, shape: tuple[in
     for at in range(shape[0]):
         expected = shifted(images[at], int(shifts[at, 0]), int(shifts[at, 1]), flip and bool(mirrored[at]))
         assert np.array_equal(out[at], expected)
-
-
-def test_shifts_and_flips_all_happen_and_leave_the_rest_alone() -> None:
-    batch = {"image": torch.rand(200, 1, 3, 3), "label": torch.arange(200)}
-    kept = batch["image"].clone()
-    out = ShiftFlip(padding=1)(batch, Draws(0, np.arange(200), 0))
-    assert out["label"] is batch["label"]
-    assert torch.equal(batch["image"], kept)
-    seen = {tuple(image.flatten().nonzero().flatten().tolist()) for image in out["image"]}
-    assert len(seen) == 9, "nine shifts show nine patterns of zeros"
-    still = ShiftFlip(padding=0)(batch, Draws(0, np.arange(200), 0))["image"]
-    same, mirrored = (still == kept).flatten(1).all(1), (still == kept.flip(3)).flatten(1).all(1)
-    assert bool((same ^ mirrored).all())
-    assert 60 < int(same.sum()) < 140
+    assert images.ravel().tolist() == list(range(1, images.size + 1)), "what is augmented stays as it was"
 
 
 def test_augmentations_of_one_name_move_together() -> None:

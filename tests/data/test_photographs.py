@@ -7,13 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from photographs import (
-    TRAIN,
-    VALIDATION,
-    Psnr,
-    pair,
-    super_resolution,
-)
+from photographs import TRAIN, VALIDATION, Psnr, pair, super_resolution
 
 from weft.errors import DataError
 

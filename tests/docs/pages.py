@@ -45,6 +45,7 @@ _BLOCK = re.compile(
 )
 _SHORT_CODE = {
     r"\bsteps=\d{3,}": "steps=4",
+    r'"steps": \d{3,}': '"steps": 4',
     r"\btrials=\d+": "trials=2",
     r"\bbudget=\d+": "budget=4",
     r"\breport(_every)?=\d+": r"report\1=2",
@@ -121,7 +122,6 @@ class Reader:
     """Works through a page in an empty folder."""
 
     folder: Path
-    short: bool = True
     options: dict[str, list[str]] = field(default_factory=dict)
     """More settings for the commands of a verb."""
     names: dict[str, Any] = field(default_factory=lambda: {"__name__": "__main__"})
@@ -134,7 +134,7 @@ class Reader:
             for line, shown in block.commands():
                 self._command(line, shown, run=block.skip is None)
             if block.language in ("before", "python") and block.skip is None:
-                self._python(block.text, self.short and block.language == "python", started)
+                self._python(block.text, block.language == "python", started)
             elif block.language == "toml":
                 name = re.match(r"# ([\w.-]+\.toml)\n", block.text)
                 (self.folder / (name[1] if name else "config.toml")).write_text(block.text)
@@ -177,7 +177,7 @@ class Reader:
 
     def _weft(self, words: list[str]) -> str:
         given = {word.split("=")[0] for word in words}
-        more = [*(_SHORT_COMMANDS.get(words[0], []) if self.short else []), *self.options.get(words[0], [])]
+        more = [*_SHORT_COMMANDS.get(words[0], []), *self.options.get(words[0], [])]
         columns = os.environ.pop("COLUMNS", None)  # a file has no width
         try:
             done = weft(*words, *(word for word in more if word.split("=")[0] not in given))

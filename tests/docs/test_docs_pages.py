@@ -15,7 +15,7 @@ REASONS = ("GPU", "cluster", "minutes")
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p not in GUIDES and any(b.language for b in blocks(p))])
 def test_a_page_runs_from_its_first_block_to_its_last(page: str, folder: Path) -> None:
-    reader = Reader(folder, short=page != "tutorial.md")  # the tutorial has the steps that it shows
+    reader = Reader(folder)
     reader.read(page)
     wanted = [b for b in blocks(page) if b.skip is None and b.language in ("python", "bash", "console")]
     assert bool(reader.ran) == bool(wanted)

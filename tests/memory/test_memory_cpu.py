@@ -34,8 +34,7 @@ def attention() -> nn.Module:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(
-    ("build", "shape"),
-    [(convolutions, (8, 3, 10, 10)), (attention, (8, 16, 32)), (LastOutput, (8, 12, 32))],
+    ("build", "shape"), [(convolutions, (8, 3, 10, 10)), (attention, (8, 16, 32)), (LastOutput, (8, 12, 32))]
 )
 def test_on_a_cpu_the_estimate_is_the_live_bytes_of_a_real_step(
     build: Callable[[], nn.Module], shape: tuple[int, ...], optimizer: str

@@ -242,13 +242,6 @@ def test_a_step_of_ones_own_that_keeps_its_outputs_takes_more() -> None:
     assert of_net(step=step).phases["optimizer"] - of_net().phases["optimizer"] >= 4 * 8 * 256 * 50
 
 
-def test_convolutions_take_workspaces() -> None:
-    with torch.device("meta"):
-        conv = nn.Sequential(nn.Conv2d(16, 32, 3), nn.Conv2d(32, 32, 3))
-    found = estimate(conv, torch.zeros(8, 16, 64, 64), optimizer="sgd")
-    assert found.parts["workspaces"] > 8 * 32 * 60 * 60 * 4
-
-
 class Turned(nn.Module):
     """A linear layer over a tensor that does not lie in order, and attention by its formula with a mask."""
 

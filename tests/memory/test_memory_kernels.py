@@ -11,17 +11,9 @@ from typing import Any
 import pytest
 
 from weft.hardware.gpus import kernels
-from weft.memory.cudnn_conv import (
-    FEW_CHANNELS,
-    PASSES,
-    ConvShape,
-    algorithm,
-    convolution_backward,
-    split_k,
-    workspace,
-)
+from weft.memory.cudnn_conv import FEW_CHANNELS, PASSES, ConvShape, algorithm, convolution_backward, split_k, workspace
 from weft.memory.cudnn_rnn import cudnn_workspace
-from weft.memory.tensor_shape import TensorShape
+from weft.memory.timeline import TensorShape
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -61,9 +61,7 @@ def test_long_events_are_read_at_their_ends_alone(tmp_path: Path) -> None:
     assert (summary.state, summary.done, summary.total, summary.loss) == ("stopped", 8, 9, 3.0)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"\xff\xfe", b'{"name": "x"}', b'{"format": 99}', b'{"format": "1"}', None]
-)
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b'{"name": "x"}', b'{"format": "1"}', None])
 def test_a_malformed_run_is_listed_as_damaged_beside_the_good_ones(tmp_path: Path, content: bytes | None) -> None:
     make(tmp_path, "good", 1, "2024-01-01T00:00:00Z")
     make(tmp_path, "bad", 1, "2024-01-01T00:00:00Z")

@@ -27,9 +27,9 @@ def test_a_new_run_states_where_it_comes_from(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_used_if_it_is_vacant_or_holds_a_run_that_may_exist(tmp_path: Path) -> None:
-    names = {Run.create(tmp_path, manifest={}, prefix="search").name for _ in range(5)}
+    names = {Run.create(tmp_path, manifest={}).name for _ in range(5)}
     assert len(names) == 5
-    assert all(re.fullmatch(r"search-\d{8}-\d{6}-[0-9a-f]{4}", name) for name in names)
+    assert all(re.fullmatch(r"run-\d{8}-\d{6}-[0-9a-f]{4}", name) for name in names)
     Run.create(tmp_path, "r", manifest={"seed": 1})
     (tmp_path / "r" / "notes.txt").write_text("a user's own")
     with pytest.raises(RunError, match="already holds a run; resume it, or choose another name"):

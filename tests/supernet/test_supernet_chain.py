@@ -180,7 +180,6 @@ IDENTITY: dict[str, nn.Module] = {"x": nn.Identity()}
             for name in ("", "3x", "a.b", "a b", "ä", 3, "a#")
         ),
         (lambda: Choice(Space(), "b", {"a/b": nn.Identity()}), "cannot be a name"),
-        (lambda: Shared(nn.Identity(), "a", side=["x"]), "side= was renamed to extra_inputs="),
         *(
             (lambda name=name: Chain(Shared(nn.Identity(), name)), f"attribute '{name}' already exists")
             for name in ("forward", "training", "layers", "space", "blocks", "inputs", "_routes", "_modules")

@@ -54,6 +54,15 @@ def test_a_one_hot_mixture_is_the_pick_and_the_pick_is_the_plain_module(kind: st
             torch.testing.assert_close(found, by_pick[name], rtol=1e-5, atol=1e-4)
 
 
+def test_every_parameter_has_a_gradient_in_every_step_so_that_data_parallelism_waits_for_none() -> None:
+    chain = weft.initialise(layered, 1)
+    start = any_mixture(chain.space, 3)
+    alphas = {name: nn.Parameter(start[name].detach().log()) for name in start.names}
+    mixture = elastic.Mixture.unchecked(chain.space, {name: alpha.softmax(0) for name, alpha in alphas.items()})
+    nn.functional.cross_entropy(chain(torch.randn(8, 8, 8), mixture), torch.arange(8)).backward()
+    assert [name for name, p in (*chain.named_parameters(), *alphas.items()) if p.grad is None] == []
+
+
 def test_a_chain_of_linear_blocks_under_a_mixture_is_the_product_of_their_expectations() -> None:
     chain = weft.initialise(blended(), 0).double()
     mixture = any_mixture(chain.space, dtype=torch.float64)

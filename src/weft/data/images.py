@@ -1,13 +1,17 @@
-"""Images: stored as bytes, read as numbers from 0 to 1, and decoded from files by several threads."""
+"""Images: stored as bytes, read as numbers from 0 to 1; from folders, which several threads decode, and IDX files."""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import logging
 import os
+import re
+import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +22,12 @@ import torch
 from weft.data.dataset import PARTS, Data, evenly_spaced, split
 from weft.data.source import Batch, Indices, Source, Tensors, column, device_of, move_source
 from weft.errors import DataError, install_extra
-from weft.utils.files import replacing
 
 log = logging.getLogger("weft.data")
 
 Pixels = npt.NDArray[np.uint8]
 Size = int | tuple[int, int]
+Array = npt.NDArray[Any]
 
 
 class Scaled:
@@ -71,21 +75,8 @@ def channels_first(pixels: Pixels, where: str) -> Pixels:
     )
 
 
-def decode(
-    files: Sequence[bytes],
-    names: Sequence[str],
-    *,
-    size: Size | None = None,
-    channels: int = 3,
-    cache: str | os.PathLike[str] | None = None,
-) -> Pixels:
-    """Decodes image files into (n, channels, height, width), resized to `size` where given, else all must be one size.
-
-    With `cache`, a folder, the result stays there as an .npy file named by the files' content, for the next time.
-    """
-    cached = None if cache is None else Path(cache) / f"{_digest(files, size, channels)}.npy"
-    if cached is not None and (pixels_of_all := _read_cache(cached, len(files), channels)) is not None:
-        return pixels_of_all
+def decode(files: Sequence[bytes], names: Sequence[str], size: Size | None = None, channels: int = 3) -> Pixels:
+    """Decodes image files into (n, channels, height, width); without a `size` they must be of one size."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -118,35 +109,7 @@ def decode(
             result[number] = image.transpose(2, 0, 1)
     if result is None:
         raise DataError("there are no images to decode")
-    if cached is not None:
-        _write_cache(cached, result)
     return result
-
-
-def _digest(files: Sequence[bytes], size: Size | None, channels: int) -> str:
-    hasher = hashlib.sha256(f"{size} {channels} {len(files)};".encode())
-    for file in files:
-        hasher.update(len(file).to_bytes(8, "little"))
-        hasher.update(file)
-    return hasher.hexdigest()[:32]
-
-
-def _read_cache(path: Path, count: int, channels: int) -> Pixels | None:
-    try:
-        pixels = np.load(path, allow_pickle=False)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, EOFError) as error:
-        log.warning("decoding again, since %s is damaged: %s", path, error)
-        return None
-    good = isinstance(pixels, np.ndarray) and pixels.dtype == np.uint8 and pixels.shape[:2] == (count, channels)
-    return pixels if good else None
-
-
-def _write_cache(path: Path, pixels: Pixels) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path, pixels.nbytes) as file:
-        np.save(file, pixels, allow_pickle=False)
 
 
 # Image folders: one sub-folder a class, under the root or under train, val and test.
@@ -154,7 +117,7 @@ def _write_cache(path: Path, pixels: Pixels) -> None:
 SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
-def read(
+def read_folder(
     path: Path,
     *,
     validation: float = 0.1,
@@ -162,7 +125,6 @@ def read(
     limit: int | None = None,
     size: Size | None = None,
     channels: int = 3,
-    cache: str | os.PathLike[str] | None = None,
 ) -> Data:
     """`root/<class>/*.png|jpg` or `root/{train,val,test}/<class>/...`; classes are numbered by name.
 
@@ -183,7 +145,7 @@ def read(
             raise DataError(f"{root} has no images ({', '.join(SUFFIXES)}) in sub-folders, one a class")
         chosen = [listed[at] for at in evenly_spaced(len(listed), limit)]
         files = [_read(file) for file, _ in chosen]
-        pixels = decode(files, [str(file) for file, _ in chosen], size=size, channels=channels, cache=cache)
+        pixels = decode(files, [str(file) for file, _ in chosen], size, channels)
         parts[part] = (pixels, np.array([number[name] for _, name in chosen]))
     return image_data(path.name, parts, class_names=class_names, validation=validation, seed=seed)
 
@@ -214,9 +176,59 @@ def _read(path: Path) -> bytes:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
-# Labelled arrays: the step that every format shares, from arrays to a data set with a validation part.
+# IDX files, the format of MNIST and Fashion-MNIST: pairs of images and labels, plain or gzipped.
 
-Array = npt.NDArray[Any]
+IDX_NAME = re.compile(r"(train|t10k|test)-(images|labels)[-.]idx[13]-ubyte(\.gz)?")
+_IDX_TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+_IDX_PARTS = {"train": "train", "t10k": "test", "test": "test"}
+
+
+def read_idx(path: Path, *, validation: float = 0.1, seed: int = 0, limit: int | None = None) -> Data:
+    """A folder with `train-images-idx3-ubyte[.gz]`, `train-labels-...` and `t10k-...`, or any file in it."""
+    folder = path if path.is_dir() else path.parent
+    files: dict[tuple[str, str], Path] = {}
+    for file in sorted(folder.iterdir()):
+        if match := IDX_NAME.fullmatch(file.name):
+            files.setdefault((_IDX_PARTS[match[1]], match[2]), file)
+    parts: dict[str, Any] = {}
+    for part in ("train", "test"):
+        pair = [files.get((part, what)) for what in ("images", "labels")]
+        if pair == [None, None] and part == "test":
+            continue
+        if pair[0] is None or pair[1] is None:
+            absent = "images" if pair[0] is None else "labels"
+            raise DataError(f"{folder} has no {part} {absent}: expected a file like train-{absent}-idx?-ubyte.gz")
+        images, labels = idx_array(pair[0]), idx_array(pair[1])
+        if images.ndim != 3 or images.dtype != np.uint8:
+            raise DataError(f"{pair[0]} must hold bytes in 3 dimensions; it holds {images.dtype} in {images.ndim}")
+        if len(images) != len(labels):
+            raise DataError(f"{pair[0].name} has {len(images)} images, {pair[1].name} {len(labels)} labels")
+        chosen = evenly_spaced(len(images), limit)
+        parts[part] = (images[chosen][:, None], labels[chosen])
+    return image_data(folder.name, parts, class_names=None, validation=validation, seed=seed)
+
+
+def idx_array(path: Path) -> Array:
+    """The array in one IDX file: two zero bytes, a type, the rank, its lengths (big-endian), the values."""
+    try:
+        content = path.read_bytes()
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+    if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _IDX_TYPES or content[3] == 0:
+        raise DataError(
+            f"{path} is not an IDX file: it begins with {content[:4].hex() or 'nothing'}, not 0000 + type + rank"
+        )
+    dtype, start = np.dtype(_IDX_TYPES[content[2]]), 4 + 4 * content[3]
+    shape = tuple(int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4))
+    expected = start + prod(shape) * dtype.itemsize
+    if len(content) != expected:
+        raise DataError(f"{path} announces the shape {shape}, that is {expected} bytes; it has {len(content)}")
+    return np.frombuffer(content, dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
+
+
+# Labelled arrays: the step that every format shares, from arrays to a data set with a validation part.
 
 
 def image_data(

@@ -70,16 +70,7 @@ class Loader:
 
     def all(self) -> Generator[Batch, None, None]:
         """Every sample once, in the order of the source, the last batch as short as it comes; draws are of epoch 0."""
-        return self._read(self._prepare_plain, range(self.pieces))
-
-    @property
-    def pieces(self) -> int:
-        """How many batches ``all`` gives."""
-        return -(-len(self.source) // self.batch_size)
-
-    def piece(self, i: int) -> Batch:
-        """Batch i of ``all``, prepared here and now."""
-        return self._deliver(self._prepare_plain(i))
+        return self._read(self._prepare_plain, range(-(-len(self.source) // self.batch_size)))
 
     def _read(self, task: Callable[[int], Batch], numbers: Iterable[int]) -> Generator[Batch, None, None]:
         # Kernels launched by another thread go to that thread's stream: a source on a device is read by its user.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 import zlib
 from pathlib import Path
@@ -28,13 +27,12 @@ def read(
     limit: int | None = None,
     size: Size | None = None,
     channels: int = 3,
-    cache: str | os.PathLike[str] | None = None,
 ) -> Data:
     """An .npz file in one of two layouts.
 
     Plain: `x`, `y` or `x_train`, `y_train`, `x_val`, ... (also images/labels, and the part first). Inputs of bytes in 3
     or 4 dimensions are images ("image", "label"); others stay "x", "y". Packed: `jpeg` (bytes end to end), `offsets`
-    (n + 1), `labels`, and if there are any `is_test` and `class_names`; `size`, `channels` and `cache` are for these.
+    (n + 1), `labels`, and if there are any `is_test` and `class_names`; `size` and `channels` are for these.
     `limit` takes so many samples of each part, evenly spread, and decodes no others.
     """
     try:
@@ -45,13 +43,13 @@ def read(
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"cannot read {path} as an .npz archive of plain arrays: {error}") from error
     if "jpeg" in arrays:
-        parts, class_names = _read_packed(path, arrays, limit, size, channels, cache)
+        parts, class_names = _read_packed(path, arrays, limit, size, channels)
         return image_data(path.stem, parts, class_names=class_names, validation=validation, seed=seed)
     return _plain(path, arrays, limit, validation, seed)
 
 
 def _read_packed(
-    path: Path, arrays: dict[str, Array], limit: int | None, size: Size | None, channels: int, cache: Any
+    path: Path, arrays: dict[str, Array], limit: int | None, size: Size | None, channels: int
 ) -> tuple[dict[str, tuple[Pixels, Array]], list[str] | None]:
     absent = {"offsets", "labels"} - set(arrays)
     if absent:
@@ -75,7 +73,7 @@ def _read_packed(
             chosen = members[evenly_spaced(len(members), limit)]
             files = [packed[bounds[at] : bounds[at + 1]].tobytes() for at in chosen]
             names = [f"image {at} of {path.name}" for at in chosen]
-            parts[part] = (decode(files, names, size=size, channels=channels, cache=cache), labels[chosen])
+            parts[part] = (decode(files, names, size, channels), labels[chosen])
     class_names = arrays["class_names"].astype(str).tolist() if "class_names" in arrays else None
     return parts, class_names
 
@@ -113,10 +111,6 @@ def _plain(path: Path, arrays: dict[str, Array], limit: int | None, validation: 
     ):
         images = {part: (channels_first(x, f"x of {path}"), y) for part, (x, y) in pairs.items()}
         return image_data(path.stem, images, class_names=None, validation=validation, seed=seed)
-    return _numbers(path, pairs, validation, seed)
-
-
-def _numbers(path: Path, pairs: dict[str, tuple[Array, Array]], validation: float, seed: int) -> Data:
     sources: dict[str, Source] = {
         part: Tensors(x=_tensor(x, path), y=_tensor(y, path)) for part, (x, y) in pairs.items()
     }

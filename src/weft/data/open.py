@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.data import huggingface, idx, images, npz
+from weft.data import huggingface, images, npz
 from weft.data.builtin import digits, text
 from weft.data.dataset import Data
 from weft.errors import DataError, nearest
@@ -32,7 +32,7 @@ def load(path: str | os.PathLike[str], kind: str | None = None, **options: Any) 
     """The data at a path; `kind` is one of KINDS, or guessed.
 
     Every kind but text takes `validation` (the fraction of the training part that is held out where no validation part
-    exists), `seed` (which draws it) and `limit` (samples of each part); see the `read` of each format for the rest.
+    exists), `seed` (which draws it) and `limit` (samples of each part); see the reader of each format for the rest.
     """
     place = Path(path).expanduser()
     if not place.exists():
@@ -49,11 +49,11 @@ def guess(path: Path) -> str:
         names = {entry.name for entry in path.iterdir()}
         if "dataset_dict.json" in names or {"state.json", "dataset_info.json"} <= names:
             return "huggingface"
-        if any(idx.NAME.fullmatch(name) for name in names):
+        if any(images.IDX_NAME.fullmatch(name) for name in names):
             return "idx"
         if images.holds_images(path):
             return "folder"
-    elif idx.NAME.fullmatch(path.name):
+    elif images.IDX_NAME.fullmatch(path.name):
         return "idx"
     elif path.suffix.lower() in (".npz", ".txt", ".text", ".md"):
         return "npz" if path.suffix.lower() == ".npz" else "text"
@@ -62,9 +62,9 @@ def guess(path: Path) -> str:
 
 EMBEDDED: Mapping[str, Callable[..., Data]] = {"digits": digits, "text": text}
 KINDS: Mapping[str, Callable[..., Data]] = {
-    "idx": idx.read,
+    "idx": images.read_idx,
     "npz": npz.read,
-    "folder": images.read,
+    "folder": images.read_folder,
     "text": text,
     "huggingface": huggingface.read,
 }

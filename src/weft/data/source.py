@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -83,7 +84,7 @@ class Tensors:
         return self._digest
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self._named,)
+        return partial(Tensors, **self._named), ()
 
 
 class Subset:
@@ -216,7 +217,3 @@ def _pick_key(batch: Batch, name: str) -> torch.Tensor:
     if name not in batch:
         raise DataError(f"samples have no key '{name}'; they have {sorted(batch)}")
     return batch[name]
-
-
-def _rebuild(named: Batch) -> Tensors:
-    return Tensors(**named)

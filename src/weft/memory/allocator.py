@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from typing import Protocol
 
 from weft.errors import PlanError
 
@@ -198,15 +197,10 @@ class ExpandableAllocator(CachingAllocator):
 
     def __init__(self, config: AllocatorConfig, limit: int | None = None) -> None:
         super().__init__(config, limit)
-        self._unmapped: dict[bool, list[AllocatorBlock]] = {
-            small: [self._unmapped_block(0, ADDRESS_SPACE, small)] for small in (True, False)
-        }
-        """SegmentAddresses without pages, lowest first."""
-
-    def _unmapped_block(self, address: int, size: int, small: bool) -> AllocatorBlock:
-        block = AllocatorBlock(address, size, small)
-        block.free = False  # it cannot be allocated as it is
-        return block
+        self._unmapped = {small: [AllocatorBlock(0, ADDRESS_SPACE, small)] for small in (True, False)}
+        """Addresses without pages, lowest first."""
+        for (block,) in self._unmapped.values():
+            block.free = False  # it cannot be allocated as it is
 
     def _chosen(self, free: list[tuple[int, int, AllocatorBlock]], place: int) -> int:
         """A block that can grow counts as large as it can become, so others of the right size are taken first."""
@@ -305,17 +299,7 @@ class ExpandableAllocator(CachingAllocator):
 # never more than 3 % too low.
 
 ADDRESS_SLOT = 32 * 2**20
-"""SegmentAddresses are taken by multiples of it."""
-
-
-class SegmentAddresses(Protocol):
-    def place(self, size: int) -> int:
-        """The address of a new segment."""
-        ...
-
-    def give_back(self, address: int, size: int) -> None:
-        """A segment is given back."""
-        ...
+"""Addresses are taken by multiples of it."""
 
 
 class SlotAddresses:
@@ -333,6 +317,7 @@ class SlotAddresses:
         self._gaps: list[tuple[int, int]] = []
 
     def place(self, size: int) -> int:
+        """The address of a new segment."""
         for number, (address, room) in enumerate(self._gaps):
             if room >= size:
                 self._gaps[number : number + 1] = [(address + size, room - size)] if room > size else []
@@ -358,9 +343,7 @@ class MonotonicAddresses:
         return self._next << 48
 
     def give_back(self, address: int, size: int) -> None:
-        """SegmentAddresses are not used again."""
+        """They are not used again."""
 
 
-def address_orders() -> tuple[SegmentAddresses, ...]:
-    """The orders of addresses under which the reserved bytes are simulated."""
-    return SlotAddresses(), MonotonicAddresses(), MonotonicAddresses(down=True)
+SegmentAddresses = SlotAddresses | MonotonicAddresses

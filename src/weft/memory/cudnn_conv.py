@@ -17,7 +17,7 @@ from importlib.resources import files
 from typing import Any
 
 from weft.hardware.gpus import Kernels
-from weft.memory.tensor_shape import TensorShape
+from weft.memory.timeline import TensorShape
 
 KINDS = ("none", "image", "result", "plain", "both", "winograd", "fourier")
 """Kernels without a workspace, those that copy operands (one of them, or both, or both but without padding the image's

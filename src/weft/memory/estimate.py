@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,9 +17,8 @@ from weft.hardware.machine import Machine
 from weft.hardware.machine import machine as machine_of
 from weft.memory.allocator import AllocatorConfig
 from weft.memory.replay import PeakMemory, fits, replay
-from weft.memory.roofline import Work, step_seconds
-from weft.memory.tensor_shape import weighted_sum
-from weft.memory.timeline import AllocationTimeline
+from weft.memory.timeline import AllocationTimeline, weighted_sum
+from weft.memory.tracer import Work
 from weft.memory.train_step import Loss, Step, StepSpec, StepTrace, trace
 from weft.memory.workspaces import SLOTS, workspaces
 from weft.nn.batch import batch_size
@@ -53,7 +53,7 @@ def estimate(
     dimensions count the samples, or a dataclass, which the model takes as a whole. A mapping's entries ``inputs`` are
     the model's arguments in order; without them, all but the targets (``label``, ``targets``, ``y``) if there is a
     ``loss``, which is called with the outputs and the batch, else all by name, and the loss is the output's own, or its
-    mean. ``bfloat16`` is autocast. ``recompute`` keeps only the inputs of blocks (`recompute.parts`); a function does
+    mean. ``bfloat16`` is autocast. ``recompute`` keeps only the inputs of blocks (`recomputed_parts`); a function does
     it its own way to the model it is given. ``step(model, optimizer, batch)`` takes the place of the usual step, with
     ``torch.autocast("cpu", ...)`` where it casts. The optimizer is one of torch by name, or a function of the
     parameters. On ``cpu`` the estimate counts the bytes of all tensors that live at once.
@@ -111,13 +111,13 @@ class Estimate:
     def fits(self, memory: float | str, *, context: bool = True) -> bool:
         """Whether the step runs on a device with so much memory (bytes, or text such as ``80GiB``), if the allocator
         releases its cache where it must. The context counts unless the memory is the allocator's alone."""
-        return self._estimator.fits(self.batch, _bytes(memory) - context * self.context)
+        return self._estimator.fits(self.batch, int(parse_bytes(memory, PlanError)) - context * self.context)
 
     def largest_batch(self, memory: float | str, *, context: bool = True, margin: float = 0.02) -> int:
         """The largest batch size that fits, with this share of the memory left over; 0 if none does. `PlanError` where
         larger batches make more blocks, not larger ones: to trace them all might take for ever."""
-        room = int(_bytes(memory) * (1 - margin)) - context * self.context
-        low, high = 0, 1 if self._estimator.curve() else self.batch  # a trace may want more than one sample
+        room = int(parse_bytes(memory, PlanError) * (1 - margin)) - context * self.context
+        low, high = 0, 1 if self._estimator.curve else self.batch  # a trace may want more than one sample
         while high <= LARGEST_BATCH and self._estimator.fits(high, room):
             low, high = high, 2 * high
         while high - low > 1:
@@ -130,7 +130,7 @@ class Estimate:
         return f"batch {self.batch}: {shown(self.allocated)} allocated, {shown(self.reserved)} reserved ({parts})"
 
 
-@dataclass(slots=True)
+@dataclass
 class _EstimateBuilder:
     """Makes estimates at other batch sizes."""
 
@@ -139,7 +139,6 @@ class _EstimateBuilder:
     size: int
     config: AllocatorConfig
     machine: Machine | str | None
-    curves: list[BatchPolynomial | None] = field(default_factory=list)
     traces: dict[int, StepTrace] = field(default_factory=dict)
 
     def traced(self, size: int) -> StepTrace:
@@ -151,24 +150,17 @@ class _EstimateBuilder:
         self, size: int, found: StepTrace, peaks: PeakMemory | None = None, work: Work | None = None
     ) -> Estimate:
         peaks = peaks or replay(found.timeline, self.config)
-        seconds, why = self._seconds(work or found.work)
-        own = self.training.kernels.context
-        figures = (peaks.phases, peaks.parts, peaks.modules)
-        return Estimate(size, peaks.allocated, peaks.reserved, own, *figures, seconds, why, found.assumptions, self)
-
-    def curve(self) -> BatchPolynomial | None:
-        """The polynomial that holds for all batches; None if each has to be traced."""
-        if not self.curves:
-            self.curves.append(self._curve())
-        return self.curves[0]
+        seconds = self._seconds(work or found.work)
+        sizes = (peaks.allocated, peaks.reserved, self.training.kernels.context)
+        return Estimate(size, *sizes, peaks.phases, peaks.parts, peaks.modules, *seconds, found.assumptions, self)
 
     def timeline(self, size: int) -> AllocationTimeline:
-        curve = None if size in self.traces else self.curve()
+        curve = None if size in self.traces else self.curve
         return self.traced(size).timeline if curve is None else curve.at(size)
 
     def at(self, size: int) -> Estimate:
         try:
-            curve = self.curve()
+            curve = self.curve
         except PlanError:  # such as of a step that makes more blocks for a larger batch
             curve = None
         if curve is None:
@@ -181,7 +173,9 @@ class _EstimateBuilder:
     def fits(self, size: int, memory: int) -> bool:
         return memory > 0 and fits(self.timeline(size), memory, self.config)
 
-    def _curve(self) -> BatchPolynomial | None:
+    @cached_property
+    def curve(self) -> BatchPolynomial | None:
+        """The polynomial that holds for all batches; None if each has to be traced."""
         base = max(self.size, 2)
         while True:
             try:
@@ -192,14 +186,14 @@ class _EstimateBuilder:
                 base *= 2
                 if base > 8 * max(self.size, 2):
                     raise
-        (third, there), fourth = self._first(base, *CHECKED_AT[0]), CHECKED_AT[1]
+        third, there = self._first(base, *CHECKED_AT[0])
         if line.predicts(third, there):
             return line
         try:
             parabola = self._through(base, 2 * base, third)  # what is made of all pairs of samples, for example
         except PlanError:
             return None
-        return parabola if parabola.predicts(*self._first(base, *fourth)) else None
+        return parabola if parabola.predicts(*self._first(base, *CHECKED_AT[1])) else None
 
     def _through(self, *sizes: int) -> BatchPolynomial:
         return BatchPolynomial({size: self.traced(size).timeline for size in sizes}, self.training.kernels)
@@ -223,6 +217,20 @@ class _EstimateBuilder:
             return None, str(error)
 
 
+def step_seconds(work: Work, machine: Machine) -> float:
+    """Seconds of the kernels one after the other by a roofline model, but no less than the host needs to launch them.
+
+    `PlanError` where the machine has no peak for a dtype of the step."""
+    busy, kernels = 0.0, 0
+    for dtype, rows in work.items():
+        name = dtype if dtype in ("float16", "bfloat16") else "float32"
+        busy += float(machine.compute_seconds([r[0] for r in rows], [r[1] for r in rows], name).sum())
+        kernels += len(rows)
+    if not kernels:
+        raise PlanError("the step has no kernel to time")
+    return max(busy, kernels * machine.device.launch)
+
+
 def _between(works: Sequence[Work], counts: Sequence[float]) -> Work:
     first, *others = works
     if any(len(rows) != len(other.get(name, ())) for name, rows in first.items() for other in others):
@@ -238,10 +246,6 @@ def _between(works: Sequence[Work], counts: Sequence[float]) -> Work:
         ]
         for name in first
     }
-
-
-def _bytes(memory: float | str) -> int:
-    return int(parse_bytes(memory, PlanError))
 
 
 # How a timeline depends on the batch size: polynomials through the timelines of a few batches.

@@ -158,14 +158,15 @@ def autocast_operators(backend: str) -> tuple[str, ...]:
 def _kernel(name: str, cast: dict[int, tuple[Tensor, Tensor]]) -> Callable[..., Any]:
     packet, _, overload = name.removeprefix("aten::").partition(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    takes_dtype = any(argument.name == "dtype" for argument in operator._schema.arguments)
+    names = [argument.name for argument in operator._schema.arguments]
+    dtype_place = names.index("dtype") if "dtype" in names else None
 
     def run(*args: Any, **kwargs: Any) -> Any:
         low = torch.get_autocast_dtype("cpu")
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-            if packet in _RESULT and takes_dtype:
+            if packet in _RESULT and dtype_place is not None:
                 eligible = isinstance(args[0], Tensor) and args[0].dtype in _FLOATS
-                if kwargs.get("dtype") is None and not _names_dtype(operator, args) and eligible:
+                if kwargs.get("dtype") is None and args[dtype_place:][:1] in ((), (None,)) and eligible:
                     kwargs["dtype"] = torch.float32
                 return operator(*args, **kwargs)
             if packet in _LOWER:
@@ -182,13 +183,6 @@ def _kernel(name: str, cast: dict[int, tuple[Tensor, Tensor]]) -> Callable[..., 
             return operator(*args, **kwargs)
 
     return run
-
-
-def _names_dtype(operator: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the caller named a dtype by its place."""
-    names = [argument.name for argument in operator._schema.arguments]
-    place = names.index("dtype")
-    return len(args) > place and args[place] is not None
 
 
 def _cast(leaf: Any, to: torch.dtype, low: torch.dtype, cast: dict[int, tuple[Tensor, Tensor]]) -> Any:

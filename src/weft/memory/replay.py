@@ -13,7 +13,8 @@ from weft.memory.allocator import (
     CachingAllocator,
     ExactAllocator,
     ExpandableAllocator,
-    address_orders,
+    MonotonicAddresses,
+    SlotAddresses,
 )
 from weft.memory.timeline import CATEGORIES, PHASES, AllocationTimeline, repeat_last_step
 
@@ -39,7 +40,8 @@ def allocator_factories(config: AllocatorConfig | None = None) -> tuple[Callable
         return (partial(ExactAllocator, config),)
     if config is not None and config.expandable:
         return (partial(ExpandableAllocator, config),)
-    return tuple(partial(CachingAllocator, config, addresses=order) for order in address_orders())
+    orders = SlotAddresses(), MonotonicAddresses(), MonotonicAddresses(down=True)
+    return tuple(partial(CachingAllocator, config, addresses=order) for order in orders)
 
 
 def replay(timeline: AllocationTimeline, config: AllocatorConfig | None = None) -> PeakMemory:

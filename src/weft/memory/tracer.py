@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from weft.hardware.gpus import CPU, Kernels
 from weft.memory import cudnn_rnn
-from weft.memory.roofline import WorkCounter
-from weft.memory.tensor_shape import to_shapes
-from weft.memory.timeline import AllocationTimeline, OperatorCall, sum_in_place
+from weft.memory.timeline import AllocationTimeline, OperatorCall, sum_in_place, to_shapes
 from weft.memory.workspaces import has_rule, workspaces
 
 OPTIMIZER_STEPS = 100.0
@@ -179,6 +178,33 @@ class AllocationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return placeholder_value(args[0].dtype)
 
 
+Work = dict[str, list[tuple[float, float]]]
+"""By dtype, (FLOP, bytes read and written) of each kernel of a step."""
+
+
+class WorkCounter:
+    """Adds up what operators do, each as one kernel; views and operators without tensors are no kernels."""
+
+    def __init__(self) -> None:
+        self.work: Work = {}
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        if func.is_view or not isinstance(func, torch._ops.OpOverload):
+            return
+        given = _tensors((args, kwargs))
+        moved = _bytes([*given, *_tensors(result)])
+        if not moved:
+            return
+        count = flop_registry.get(func._overloadpacket)
+        flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
+        dtype = next((str(t.dtype).removeprefix("torch.") for t in given if t.is_floating_point()), "float32")
+        self.work.setdefault(dtype, []).append((flops, moved))
+
+    def count_foreach(self, args: tuple[Any, ...]) -> None:
+        """An optimizer's kernel over lists of tensors."""
+        self.work.setdefault("float32", []).append((0.0, _bytes(_tensors(args))))
+
+
 def placeholder_value(kind: torch.dtype) -> bool | float | int:
     """Stands for a value that a step reads from a tensor without data."""
     return True if kind == torch.bool else 1.0 if kind.is_floating_point else 1
@@ -188,6 +214,10 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _bytes(tensors: list[Tensor]) -> float:
+    return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 
 
 def _foreach_result(name: str, args: tuple[Any, ...]) -> Any:

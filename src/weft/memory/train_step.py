@@ -17,9 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from weft.errors import PlanError, WeftError, nearest
 from weft.hardware.gpus import CPU, Kernels
 from weft.memory.gpu_dispatch import autocast_as_cuda, dispatch_as_gpu
-from weft.memory.roofline import Work, WorkCounter
 from weft.memory.timeline import AllocationTimeline
-from weft.memory.tracer import AllocationTracer
+from weft.memory.tracer import AllocationTracer, Work, WorkCounter
 from weft.nn import fake
 from weft.nn.batch import call_model, loss_of, tensors_in
 from weft.nn.checkpointing import recompute
@@ -89,29 +88,27 @@ def _steps(
         tracer.register(tensor, "batch")
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = make_optimizer(training, parameters)
-    names = {id(parameter): name for name, parameter in _named_parameters(model)}
-    original = optimizer.step
-    phases: dict[str, Any] = {}
+    owners = {id(p): name for name, module in model.named_modules() for p in module.parameters(recurse=False)}
+    step_of_torch, backward_of_torch = optimizer.step, torch.Tensor.backward
 
     def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         tracer.begin_phase("backward")
         tracer.module = ""
-        phases["backward"](tensor, *args, **kwargs)
+        backward_of_torch(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
         for parameter in parameters:
             if parameter.grad is not None:
-                tracer.register(parameter.grad, "gradients", names.get(id(parameter), ""))
+                tracer.register(parameter.grad, "gradients", owners.get(id(parameter), ""))
         tracer.begin_phase("forward")  # of the next micro-batch, if there is one
 
     def update(*args: Any, **kwargs: Any) -> Any:
         tracer.begin_phase("optimizer")
-        result = original(*args, **kwargs)
+        result = step_of_torch(*args, **kwargs)
         for parameter, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, Tensor) and value.dim():
-                    tracer.register(value, "optimizer", names.get(id(parameter), ""))
+                    tracer.register(value, "optimizer", owners.get(id(parameter), ""))
         return result
 
-    phases["backward"] = torch.Tensor.backward
     optimizer.step = update  # type: ignore[method-assign]
     torch.Tensor.backward = backward  # type: ignore[assignment, method-assign]
     try:
@@ -123,7 +120,7 @@ def _steps(
                 if tracer.phase != "optimizer":
                     tracer.begin_phase("optimizer")
     finally:
-        torch.Tensor.backward = phases["backward"]  # type: ignore[method-assign]
+        torch.Tensor.backward = backward_of_torch  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -150,12 +147,6 @@ def _track_modules(model: nn.Module, tracer: AllocationTracer) -> Iterator[None]
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            yield name, parameter
 
 
 # How a model trains, as a value: loss, optimizer, dtype and step.

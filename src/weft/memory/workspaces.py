@@ -12,7 +12,7 @@ from typing import Any
 
 from weft.hardware.gpus import Kernels
 from weft.memory.cudnn_conv import convolution, convolution_backward
-from weft.memory.tensor_shape import TensorShape
+from weft.memory.timeline import TensorShape
 
 Arguments = tuple[Any, ...]
 

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from weft.runs.checkpoints import Checkpoint, Checkpoints
+from weft.runs.checkpoints import Checkpoints
 from weft.runs.events import Events
-from weft.runs.index import RunSummary, list_runs
+from weft.runs.index import list_runs
 from weft.runs.run import Run
-from weft.runs.shards import ShardEntry
 
-__all__ = [
-    "Checkpoint",
-    "Checkpoints",
-    "Events",
-    "Run",
-    "RunSummary",
-    "ShardEntry",
-    "list_runs",
-]
+__all__ = ["Checkpoints", "Events", "Run", "list_runs"]

@@ -53,32 +53,25 @@ def summarize(path: Path) -> RunSummary | None:
     totals = [event.get("steps") for event in reversed(ends)]
     totals += [manifest.get("steps"), config.get("steps") if isinstance(config, Mapping) else None]
     created = manifest.get("created")
+    steps = [event for event in ends if event.get("event") == "step" and _is_count(event.get("step"))]
     return RunSummary(
         name=str(manifest.get("name", path.name)),
         state=state,
-        done=_done(ends),
+        done=max((event["step"] + 1 for event in steps), default=0),
         total=next((total for total in totals if _is_count(total)), None),
-        loss=_loss(ends),
+        loss=_loss(steps),
         created=created if isinstance(created, str) else None,
         path=path,
     )
 
 
-def _done(events: Iterable[dict[str, Any]]) -> int:
-    return max((event["step"] + 1 for event in events if _is_step(event)), default=0)
-
-
-def _loss(events: Iterable[dict[str, Any]]) -> float | None:
+def _loss(steps: Iterable[dict[str, Any]]) -> float | None:
     """The loss of the highest step: a pipeline may finish steps in another order."""
-    steps = [event for event in events if _is_step(event) and "loss" in event]
+    with_loss = [event for event in steps if "loss" in event]
     try:
-        return float(max(steps, key=lambda event: event["step"])["loss"]) if steps else None
+        return float(max(with_loss, key=lambda event: event["step"])["loss"]) if with_loss else None
     except (TypeError, ValueError, OverflowError):
         return None
-
-
-def _is_step(event: dict[str, Any]) -> bool:
-    return event.get("event") == "step" and _is_count(event.get("step"))
 
 
 def _is_count(value: object) -> bool:

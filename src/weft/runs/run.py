@@ -50,16 +50,14 @@ class Run:
         *,
         manifest: Mapping[str, Any],
         exist_ok: bool = False,
-        prefix: str = "run",
         keep: int = 3,
     ) -> Run:
         """Make the directory `root/name`; with `exist_ok`, a run that is there is opened as it is.
 
-        The manifest is `manifest` and what `origin` and the clock know. The default name is
-        `<prefix>-YYYYmmdd-HHMMSS-xxxx`.
+        The manifest is `manifest` and what `origin` and the clock know. The default name is that of `unique_name`.
         """
         created = time.gmtime()
-        name = unique_name(prefix) if name is None else name
+        name = unique_name("run") if name is None else name
         path = Path(root) / _check_name(name, "run")
         with disk_errors(path, 0):
             path.mkdir(parents=True, exist_ok=True)

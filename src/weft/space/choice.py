@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import numpy as np
 
@@ -14,7 +15,19 @@ from weft.space.expression import Value, plain
 MAX_OPTIONS = 100_000
 
 
-class _Finite:
+class _Writable:
+    """What `choice_from_json` reads."""
+
+    __slots__ = ()
+    kind: ClassVar[str]
+
+    def to_json(self) -> dict[str, object]:
+        values = ((entry.name, getattr(self, entry.name)) for entry in fields(self))  # type: ignore[arg-type]
+        written = {name: list(value) if isinstance(value, tuple) else value for name, value in values}
+        return {"kind": self.kind, **written}
+
+
+class _Finite(_Writable):
     """A choice of options that can be listed."""
 
     __slots__ = ()
@@ -49,6 +62,7 @@ class _Finite:
 class Categorical(_Finite):
     """One of a few named things, in no order but that of writing."""
 
+    kind = "categorical"
     options: tuple[Value, ...]
 
     def __post_init__(self) -> None:
@@ -57,14 +71,12 @@ class Categorical(_Finite):
     def neighbours(self, value: Value) -> tuple[Value, ...]:
         return tuple(option for option in self.options if option != value)
 
-    def to_json(self) -> dict[str, object]:
-        return {"kind": "categorical", "options": list(self.options)}
-
 
 @dataclass(frozen=True, slots=True)
 class Integers(_Finite):
     """One of a finite set of integers; `ordered` sorts them and makes only adjacent ones neighbours."""
 
+    kind = "integers"
     values: tuple[int, ...]
     ordered: bool = True
 
@@ -85,14 +97,12 @@ class Integers(_Finite):
         at = self.values.index(int(self.canonical(value)))
         return self.values[max(at - 1, 0) : at] + self.values[at + 1 : at + 2]
 
-    def to_json(self) -> dict[str, object]:
-        return {"kind": "integers", "values": list(self.values), "ordered": self.ordered}
-
 
 @dataclass(frozen=True, slots=True)
-class Floats:
+class Floats(_Writable):
     """A real number of [low, high]; with `log`, uniform in its logarithm."""
 
+    kind = "floats"
     low: float
     high: float
     log: bool = False
@@ -139,9 +149,6 @@ class Floats:
         """So many numbers from end to end."""
         return tuple(dict.fromkeys(self._at(at / (points - 1)) for at in range(points)))
 
-    def to_json(self) -> dict[str, object]:
-        return {"kind": "floats", "low": self.low, "high": self.high, "log": self.log}
-
     def _at(self, share: float) -> float:
         """The number at this share of the interval, never outside of it."""
         if share <= 0 or share >= 1:
@@ -158,12 +165,12 @@ Choice = Categorical | Integers | Floats
 
 def choice_from_json(data: Mapping[str, object]) -> Choice:
     """The choice that `to_json` wrote; a missing, unknown or mistyped field is a SpaceError."""
-    for kind, fields in _FIELDS.items():
-        if data.get("kind") == kind.__name__.lower() and set(data) == {"kind", *fields}:
-            for name, types in fields.items():
+    for kind, expected in _FIELDS.items():
+        if data.get("kind") == kind.kind and set(data) == {"kind", *expected}:
+            for name, types in expected.items():
                 if not isinstance(data[name], types) or (isinstance(data[name], bool) and types is not bool):
                     raise SpaceError(f"'{name}' of a choice cannot be {data[name]!r}")
-            return kind(**{name: tuple(item) if isinstance(item := data[name], list) else item for name in fields})  # type: ignore[arg-type]
+            return kind(**{name: tuple(item) if isinstance(item := data[name], list) else item for name in expected})  # type: ignore[arg-type]
     raise SpaceError(f"{dict(data)!r} is no choice: kinds are categorical, integers and floats")
 
 

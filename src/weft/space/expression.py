@@ -19,20 +19,11 @@ Token = tuple[str, Value]  # ("name", n), ("op", symbol), or a constant under it
 MAX_TOKENS = 100_000
 
 
-def _binary(symbol: str) -> Callable[[Expr, object], Expr]:
-    """The method for an operator."""
+def _operator(symbol: str, reflected: bool = False) -> Callable[[Expr, object], Expr]:
+    """The method for an operator, or for one whose left operand is a constant."""
 
     def method(self: Expr, other: object) -> Expr:
-        return _join(symbol, self, other)
-
-    return method
-
-
-def _reflected(symbol: str) -> Callable[[Expr, object], Expr]:
-    """The method for an operator whose left operand is a constant."""
-
-    def method(self: Expr, other: object) -> Expr:
-        return _join(symbol, other, self)
+        return _join(symbol, other, self) if reflected else _join(symbol, self, other)
 
     return method
 
@@ -182,20 +173,20 @@ class Expr:
     __hash__ = object.__hash__
     __array_ufunc__ = None  # so that a NumPy number on the left leaves the operator to us
 
-    __add__, __radd__ = _binary("+"), _reflected("+")
-    __sub__, __rsub__ = _binary("-"), _reflected("-")
-    __mul__, __rmul__ = _binary("*"), _reflected("*")
-    __floordiv__, __rfloordiv__ = _binary("//"), _reflected("//")
-    __truediv__, __rtruediv__ = _binary("/"), _reflected("/")
-    __mod__, __rmod__ = _binary("%"), _reflected("%")
-    __and__, __rand__ = _binary("&"), _reflected("&")
-    __or__, __ror__ = _binary("|"), _reflected("|")
-    __eq__ = _binary("==")  # type: ignore[assignment]
-    __ne__ = _binary("!=")  # type: ignore[assignment]
-    __lt__ = _binary("<")
-    __le__ = _binary("<=")
-    __gt__ = _binary(">")
-    __ge__ = _binary(">=")
+    __add__, __radd__ = _operator("+"), _operator("+", True)
+    __sub__, __rsub__ = _operator("-"), _operator("-", True)
+    __mul__, __rmul__ = _operator("*"), _operator("*", True)
+    __floordiv__, __rfloordiv__ = _operator("//"), _operator("//", True)
+    __truediv__, __rtruediv__ = _operator("/"), _operator("/", True)
+    __mod__, __rmod__ = _operator("%"), _operator("%", True)
+    __and__, __rand__ = _operator("&"), _operator("&", True)
+    __or__, __ror__ = _operator("|"), _operator("|", True)
+    __eq__ = _operator("==")  # type: ignore[assignment]
+    __ne__ = _operator("!=")  # type: ignore[assignment]
+    __lt__ = _operator("<")
+    __le__ = _operator("<=")
+    __gt__ = _operator(">")
+    __ge__ = _operator(">=")
 
     def __neg__(self) -> Expr:
         return _join("-", 0, self)

@@ -13,7 +13,7 @@ from weft.errors import StreamError
 from weft.space.choice import Choice
 from weft.space.expression import Value
 from weft.space.space import Space
-from weft.space.streams import Stream, always_active_bits
+from weft.space.streams import Stream
 from weft.space.subnet import Subnet
 from weft.utils.rng import generator
 
@@ -197,9 +197,8 @@ class Fair(PermutationStream):
         super().__init__(space, seed)
         self._orders = {name: FairPermutation(seed, name, count) for name, count in self._counts.items()}
 
-    @property
-    def bits(self) -> float:
-        return always_active_bits(self._rules, lambda count: log2_factorial(count) / count)
+    def _bits_of(self, count: int) -> float:
+        return log2_factorial(count) / count
 
 
 class Spaced(PermutationStream):
@@ -219,9 +218,8 @@ class Spaced(PermutationStream):
             name: SpacedPermutation(seed, name, count, min(self.spacing, count)) for name, count in self._counts.items()
         }
 
-    @property
-    def bits(self) -> float:
-        return always_active_bits(self._rules, lambda count: bits_per_step(count, min(self.spacing, count)))
+    def _bits_of(self, count: int) -> float:
+        return bits_per_step(count, min(self.spacing, count))
 
     def options(self) -> dict[str, object]:
         return {"spacing": self.spacing}

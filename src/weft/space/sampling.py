@@ -103,7 +103,8 @@ def mutate(rules: FrozenSpace, subnet: Subnet, rng: np.random.Generator, probabi
                 return choice.sample(rng)
             if not _movable(choice) or (name != forced and rng.random() >= probability):
                 return old[name]
-            return _other(choice, old[name], rng)
+            others = [option for option in choice.options or () if option != old[name]]
+            return others[draw(rng, len(others))] if others else choice.sample(rng)
 
         values = rules.settle(pick)
         if values != old and rules.broken(values) is None:
@@ -174,10 +175,3 @@ def _points(choice: Choice) -> tuple[Value, ...]:
 
 def _movable(choice: Choice) -> bool:
     return choice.options is None or len(choice.options) > 1
-
-
-def _other(choice: Choice, value: Value, rng: np.random.Generator) -> Value:
-    if choice.options is None:
-        return choice.sample(rng)
-    others = [option for option in choice.options if option != value]
-    return others[draw(rng, len(others))]

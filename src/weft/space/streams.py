@@ -9,7 +9,7 @@ import math
 import operator
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from weft.errors import SpaceError, StreamError, nearest
@@ -17,7 +17,7 @@ from weft.space import sampling
 from weft.space.choice import Choice
 from weft.space.expression import Value
 from weft.space.space import Space
-from weft.space.subnet import FrozenSpace, Subnet
+from weft.space.subnet import Subnet
 from weft.utils.rng import generator
 
 
@@ -45,9 +45,17 @@ class Stream(ABC):
         return self._rules.layout.space_id
 
     @property
-    @abstractmethod
     def bits(self) -> float:
-        """The freedom of a step, in bits."""
+        """The freedom of a step in bits, summed over the choices that are always active; infinite with a real one.
+
+        Exact where all choices are always active and nothing constrains them.
+        """
+        always = [choice for name, choice in self._rules.choices.items() if name not in self._rules.conditions]
+        return sum((math.inf if c.options is None else self._bits_of(len(c.options)) for c in always), 0.0)
+
+    def _bits_of(self, count: int) -> float:
+        """The freedom of a step in a choice of so many options."""
+        return math.log2(count)
 
     @abstractmethod
     def _step(self, index: int) -> tuple[Subnet, ...]: ...
@@ -90,11 +98,6 @@ class Iid(Stream):
 
     name = "iid"
     summary = "every step draws every choice anew"
-
-    @property
-    def bits(self) -> float:
-        """Summed over the choices that are always active: exact where all are and nothing constrains them."""
-        return always_active_bits(self._rules, math.log2)
 
     def _step(self, index: int) -> tuple[Subnet, ...]:
         return (sampling.sample(self._rules, generator(self.seed, "iid", index)),)
@@ -143,7 +146,7 @@ class Sandwich(Stream):
 
     @property
     def bits(self) -> float:
-        return self.r * always_active_bits(self._rules, math.log2) if self.r else 0.0
+        return self.r * super().bits if self.r else 0.0
 
     def options(self) -> dict[str, object]:
         return {"r": self.r, "largest": self.largest.to_json(), "smallest": self.smallest.to_json()}
@@ -151,12 +154,6 @@ class Sandwich(Stream):
     def _step(self, index: int) -> tuple[Subnet, ...]:
         rngs = (generator(self.seed, "sandwich", index, part) for part in range(self.r))
         return (self.largest, self.smallest, *(sampling.sample(self._rules, rng) for rng in rngs))
-
-
-def always_active_bits(rules: FrozenSpace, bits: Callable[[int], float]) -> float:
-    """The sum of bits(number of options) over the choices without a condition; infinite with a real one."""
-    chosen = [choice for name, choice in rules.choices.items() if name not in rules.conditions]
-    return sum((math.inf if choice.options is None else bits(len(choice.options)) for choice in chosen), 0.0)
 
 
 # Progressive shrinking (Cai et al., 2020): first the largest subnet alone, then smaller options, one kind after the
@@ -171,7 +168,7 @@ class Shrinking(Stream):
 
     A kind is the beginning of the names of its choices, as in ``("kernel", "depth", "expand")``; choices of no kind are
     open from the start of the second part. Depth that opens so is warmed up from the deepest on. Once open, an option
-    is as likely as the others.
+    is as likely as the others; `bits` are those of the end, when all is open.
     """
 
     name = "shrinking"
@@ -191,11 +188,6 @@ class Shrinking(Stream):
         self._kind = {name: next((k for k in kinds if name.startswith(k)), "") for name in space.choices}
         self._levels = [(kind, level) for kind in kinds for level in range(1, self._options(kind))]
         self.summary = f"the largest subnet for {alone:.0%} of {steps} steps, then ever more options"
-
-    @property
-    def bits(self) -> float:
-        """At the end, when all is open."""
-        return always_active_bits(self._rules, math.log2)
 
     def options(self) -> dict[str, object]:
         return {"steps": self.steps, "order": list(self.order), "alone": self.alone}
@@ -320,14 +312,11 @@ def make_stream(space: Space, spec: Spec, seed: int = 0, **options: object) -> S
 
 
 def _argument(name: str, argument: str) -> dict[str, object]:
-    if name == "file":
-        return {"path": argument}
-    if name == "shrinking":
-        return {"order": argument}
-    if name not in ("spaced", "sandwich"):
+    option = {"file": "path", "shrinking": "order", "spaced": "spacing", "sandwich": "r"}.get(name)
+    if option is None:
         raise StreamError(f"the {name} stream takes no argument, got '{argument}'")
     try:
-        return {"spacing" if name == "spaced" else "r": int(argument)}
+        return {option: argument if option in ("path", "order") else int(argument)}
     except ValueError:
         raise StreamError(f"'{name}:{argument}' needs an integer after the colon, such as '{name}:2'") from None
 

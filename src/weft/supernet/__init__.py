@@ -1,6 +1,6 @@
 """The supernet: chains of blocks, their layers, and extraction and export of subnets as plain modules."""
 
-from weft.supernet.blocks import Block, Choice, Elastic, Optional, Shared
+from weft.supernet.blocks import Choice, Elastic, Optional, Shared
 from weft.supernet.chain import Chain, Factory, build_on_meta, initialise
 from weft.supernet.export import export
 from weft.supernet.extract import extract
@@ -9,7 +9,6 @@ from weft.supernet.layer import (
     Layer,
     LazyLayer,
     as_activations,
-    build_layer,
     extra_inputs,
     failure,
     run_layer,
@@ -18,7 +17,6 @@ from weft.supernet.tied_weights import Tie
 
 __all__ = [
     "Activations",
-    "Block",
     "Chain",
     "Choice",
     "Elastic",
@@ -29,7 +27,6 @@ __all__ = [
     "Shared",
     "Tie",
     "as_activations",
-    "build_layer",
     "build_on_meta",
     "export",
     "extra_inputs",

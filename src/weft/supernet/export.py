@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from weft.errors import SupernetError, WeftError, install_extra, nearest
+from weft.errors import SupernetError, install_extra, nearest
 from weft.space import Subnet
 from weft.supernet.layer import Activations, as_activations
 from weft.utils.files import replacing_files, to_json
@@ -59,12 +59,10 @@ def export(
         raise SupernetError("export() takes a tuple of example tensors, one for each input of the module: (images,)")
     folder = Path(folder)
     with _export_mode():
-        try:
+        with _explained("the module cannot be exported with these inputs"):
             plain = copy.deepcopy(module).cpu().eval()
             example = tuple(value.detach().cpu().clone() for value in inputs)
             outputs = _outputs(plain, example)
-        except Exception as error:
-            raise SupernetError(f"the module cannot be exported with these inputs: {_reason(error)}") from error
         # A file that refers to others moves into the folder after them.
         with replacing_files(folder, last=(FILES["onnx"], ABOUT)) as temp:
             fixed = _write_formats(plain, example, temp, formats)
@@ -102,14 +100,12 @@ def _check_metadata(metadata: Mapping[str, Any]) -> Any:
     taken = sorted(set(KEYS) & set(metadata))
     if taken:
         raise SupernetError(f"the key '{taken[0]}' of {ABOUT} is written by export() itself: choose another one")
-    try:
-        return json.loads(json.dumps(dict(metadata), allow_nan=False, default=_as_json))
-    except (TypeError, ValueError, WeftError) as error:
-        raise SupernetError(f"the metadata cannot be written to {ABOUT}: {_reason(error)}") from error
 
+    def plain(value: Any) -> Any:
+        return value.to_json() if isinstance(value, Subnet) else to_json(value)
 
-def _as_json(value: Any) -> Any:
-    return value.to_json() if isinstance(value, Subnet) else to_json(value)
+    with _explained(f"the metadata cannot be written to {ABOUT}"):
+        return json.loads(json.dumps(dict(metadata), allow_nan=False, default=plain))
 
 
 def _describe(names: Sequence[str], values: Activations) -> list[dict[str, Any]]:
@@ -158,6 +154,15 @@ def _export_mode() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
+@contextmanager
+def _explained(problem: str, advice: str = "") -> Iterator[None]:
+    """Turns whatever fails in the block into a SupernetError that says what it means."""
+    try:
+        yield
+    except Exception as error:
+        raise SupernetError(f"{problem}: {_reason(error)}{advice}") from error
+
+
 def _reason(error: BaseException) -> str:
     """One sentence on the first cause; of several causes that torch lists, the first."""
     while error.__cause__ is not None:
@@ -192,12 +197,8 @@ def _trace(module: nn.Module, example: Activations) -> _Exported:
         return _trace_any(module, example)
     except Exception as error:
         why = _reason(error)
-    try:
+    with _explained("torch.export cannot trace the module", "; formats=('safetensors',) writes its weights alone"):
         program = _without_sources(export(module, _copies(example), strict=False))
-    except Exception as error:
-        raise SupernetError(
-            f"torch.export cannot trace the module: {_reason(error)}; formats=('safetensors',) writes its weights alone"
-        ) from error
     return _Exported(module, program, (example,), (False,) * len(example), why)
 
 
@@ -275,11 +276,8 @@ def _write_formats(module: nn.Module, example: Activations, folder: Path, format
     if "torch" in formats:
         _write_torch(exported, folder / FILES["torch"])
     if "onnx" in formats:
-        try:
+        with _explained("ONNX cannot hold the module", "; leave 'onnx' out of the formats"):
             _write_onnx(exported, folder / FILES["onnx"])
-        except Exception as error:
-            message = f"ONNX cannot hold the module: {_reason(error)}; leave 'onnx' out of the formats"
-            raise SupernetError(message) from error
     return exported.fixed
 
 
@@ -296,21 +294,17 @@ def _write_safetensors(module: nn.Module, path: Path) -> None:
     owned = {name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in state.items()}
     path.touch()
     mode = path.stat().st_mode  # safetensors would let nobody else read it
-    try:
+    with _explained("the weights cannot be written as safetensors"):
         save_file(owned, path, metadata={"format": "pt"})
-    except Exception as error:
-        raise SupernetError(f"the weights cannot be written as safetensors: {_reason(error)}") from error
     path.chmod(mode)
 
 
 def _write_torch(exported: _Exported, path: Path) -> None:
     from torch.export import load, save
 
-    try:
+    with _explained("the torch program cannot be written and read again"):
         save(exported.program, path)
         loaded = load(path).module()
-    except Exception as error:
-        raise SupernetError(f"the torch program cannot be written and read again: {_reason(error)}") from error
     for case in exported.cases:
         if not _identical(_outputs(loaded, case), _outputs(exported.module, case)):
             raise SupernetError(
