@@ -12,7 +12,7 @@ import typer
 
 from weft.cli.arguments import AsJson
 from weft.cli.output import console, errors, print_json
-from weft.errors import ConfigError
+from weft.errors import ConfigError, install_extra
 
 SHORTEST = 8
 """The least characters of a token."""
@@ -34,12 +34,12 @@ def serve(
 
     Ctrl-C ends it.
     """
-    from weft.serve.server import require_serve
-
-    require_serve()
     from weft.serve.library import Library
-    from weft.serve.server import address, is_loopback, listen, serve_on
 
+    try:
+        from weft.serve.server import address, is_loopback, listen, make_server
+    except ImportError as problem:
+        raise ConfigError(f"weft serve needs {problem.name}: {install_extra('serve')}") from None
     root = _root(runs)
     if token is not None and not re.fullmatch(rf"[A-Za-z0-9._~-]{{{SHORTEST},}}", token):
         raise ConfigError(
@@ -63,7 +63,12 @@ def serve(
 
         if not webbrowser.open(place):
             errors.print("no browser was found: open the address yourself")
-    serve_on(listener, library, token)
+    try:
+        make_server(listener, library, token).run(sockets=[listener])
+    except KeyboardInterrupt:  # which uvicorn passes on when all is closed
+        pass
+    finally:
+        listener.close()
 
 
 def report(

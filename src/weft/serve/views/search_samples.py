@@ -241,13 +241,13 @@ class MixtureHistory(LineSummary):
             self._size = found.size
             self._mixtures = VectorCurve(max(10, min(STEPS, NUMBERS // self._size)))
         if found.size == self._size:  # another size than that of the first mixture is damage
-            self._mixtures.add(step, step, found)
+            self._mixtures.put(step, (1, step, found))
 
     def to_json(self) -> dict[str, Any] | None:
         """The document of the page."""
         if self._mixtures is None or sum(len(options) for _, options in self.choices) != self._size:
             return None
-        rows = self._mixtures.sums()
+        rows = self._mixtures.rows()
         reach = len(rows) // (2 * WINDOW)
         means = []
         for at in range(len(rows)):
