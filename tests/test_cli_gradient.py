@@ -285,7 +285,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "no partial channels": (["--method=pc-darts", "--run=n"], r"'pc-darts' mixes a part of the channels.*partial=4"),
     "no rate": (["--method=darts", "--run=n", "--search.rate=0"], r"search\.rate is above 0"),
-    "no warm-up": (["--method=darts", "--run=n", "--search.weight_warmup_steps=-1"], r"weight_warmup_steps is 0"),
+    "no warm-up": (
+        ["--method=darts", "--run=n", "--search.weight_warmup_steps=-1"],
+        r"weight_warmup_steps is a whole number of 0",
+    ),
     "name of a search": (["--method=darts", "--run=n", "--search.name=../x"], r"a search cannot be called '\.\./x'"),
     "unknown option": (["--methd=darts"], r"unknown key 'methd'"),
 }

@@ -315,14 +315,11 @@ def scores(*lines: bytes) -> ScoredSubnets:
 
 def test_scores_of_the_fronts_context_are_taken_and_no_others() -> None:
     found = scores(line("a", 0.5, "old"), line("b", 0.6, "new"), line("a", 0.7, "new"))
-    assert [one.scores["accuracy"] for one in found.of("old")[0]] == [0.5]
-    # A front without a context was scored where its members have these scores.
-    assert [one.id for one in found.of(None, [Point("a", {"accuracy": 0.5})])[0]] == ["a"]
-    assert [one.id for one in found.of(None, [Point("a", {"accuracy": 0.7})])[0]] == ["b", "a"]
-    assert [one.id for one in found.of(None)[0]] == ["b", "a"]  # else the newest
-    assert scores().of("x") == ([], 0)
-    costly = scores(line("a", 0.5, values={"op": "x"}, costs={"flops": 3}))
-    assert costly.of("x") == ([Point("a", {"accuracy": 0.5, "flops": 3}, {"op": "x"})], 1)
+    assert [one.scores["accuracy"] for one in found.of("old").points()] == [0.5]
+    assert [one.id for one in found.of(None).points()] == ["b", "a"]  # else the newest
+    assert scores().of("x").points() == []
+    costly = scores(line("a", 0.5, values={"op": "x"}, costs={"flops": 3})).of("x")
+    assert (costly.points(), costly.count) == ([Point("a", {"accuracy": 0.5, "flops": 3}, {"op": "x"})], 1)
 
 
 def test_damaged_lines_are_counted_and_change_nothing() -> None:
@@ -330,7 +327,7 @@ def test_damaged_lines_are_counted_and_change_nothing() -> None:
     bad = [b"{", b"[]", *odd, b"\xff\xfe", b"x" * 99999]
     found = scores(*bad, b"", line("a", "nan"), line("b", 0.5))
     assert found.damaged == len(bad)
-    assert [one.id for one in found.of("x")[0]] == ["a", "b"]
+    assert [one.id for one in found.of("x").points()] == ["a", "b"]
 
 
 def test_a_long_file_of_scores_is_read_in_little_memory(tmp_path: Path) -> None:
@@ -340,10 +337,10 @@ def test_a_long_file_of_scores_is_read_in_little_memory(tmp_path: Path) -> None:
             file.write(line(f"{at:016x}", at / count, values={"op": at % 7}, costs={"flops": at}) + b"\n")
     fold = SummaryCache(ScoredSubnets)
     tracemalloc.start()
-    points, seen = fold.query(path, lambda scores: scores.of("x"))
+    sample = fold.query(path, lambda scores: scores.of("x"))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert (len(points), seen) == (SCORED, count)
+    assert (len(sample.points()), sample.count) == (SCORED, count)
     assert peak < 8 * 2**20
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import math
-import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,8 +100,6 @@ class Library:
         self._plans = folder
         self._made: Lru[Document] = Lru(64)
         self._known: Lru[dict[str, Any]] = Lru(4096)
-        self._revisions: dict[str, tuple[str, int]] = {}
-        self._lock = threading.Lock()
 
     @classmethod
     def under(cls, root: Path) -> Library:
@@ -138,13 +136,6 @@ class Library:
         except (WeftError, OSError) as problem:
             return str(problem)
 
-    def revision(self, name: str, signature: str) -> int:
-        """The number of changes of a run that were seen, counted from 1."""
-        with self._lock:
-            before, count = self._revisions.get(name, ("", 0))
-            self._revisions[name] = (signature, count + (signature != before))
-            return self._revisions[name][1]
-
     def _find(self, name: str) -> Path:
         return _named(name, "run", self._paths())
 
@@ -166,7 +157,7 @@ class Library:
             except (WeftError, OSError) as problem:
                 return overview.damaged(name, str(problem))
 
-        return {**self._known.get(name, signature, make), "revision": self.revision(name, signature)}
+        return {**self._known.get(name, signature, make), "revision": zlib.crc32(signature.encode())}
 
     def _run(self, name: str) -> dict[str, Any]:
         line = next((line for line in self._lines() if line["name"] == name), None)

@@ -13,7 +13,6 @@ import mimetypes
 import os
 import socket
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +42,7 @@ def make_app(library: Library, hosts: Sequence[str], closing: Callable[[], bool]
     It answers only requests to one of `hosts`: a foreign page that had its name lead here (DNS rebinding) sends its
     own. Streams end once `closing` is true.
     """
-    changes = Changes(library)
+    watched = Changes(library)
 
     def document(request: Request) -> Response:
         address = tuple(request.path_params["address"].split("/"))
@@ -59,9 +58,7 @@ def make_app(library: Library, hosts: Sequence[str], closing: Callable[[], bool]
         return _tagged(request, found.body, found.tag, "application/json")
 
     async def stream(request: Request) -> Response:
-        given = request.headers.get("last-event-id", "")
-        last = int(given) if given.isascii() and given.isdigit() and len(given) < 20 else None
-        return StreamingResponse(changes.listen(last, closing), media_type="text/event-stream")
+        return StreamingResponse(watched.listen(closing), media_type="text/event-stream")
 
     def page(request: Request) -> Response:
         name = request.path_params["name"]
@@ -154,61 +151,34 @@ EVERY = 0.5
 BEAT = 15.0
 """Seconds of silence after which a comment is sent, so that the connection stays open."""
 
-LATEST = 1000
-"""The most changes that are kept."""
+Signatures = tuple[dict[str, str], str]
+"""Of the runs by name, and of the plans."""
 
 
 class Changes:
-    """Numbered changes; while anybody listens, one task checks the files for all listeners.
-
-    Numbers begin at the milliseconds of the clock, so those of a server that was started again are greater than any
-    that its listeners know.
-    """
+    """What changes: while anybody listens, one task checks the files for all listeners."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
-        self._next = int(time.time() * 1000)
-        self._latest: deque[tuple[int, dict[str, Any]]] = deque(maxlen=LATEST)
-        self._signatures: dict[str, str] | None = None
-        self._plans = ""
+        self._now: Signatures = {}, ""
         self._listeners = 0
         self._task: asyncio.Task[None] | None = None
 
-    def record(self, found: dict[str, str], plans: str) -> None:
-        """Number the changes since the last call, from the signatures of the runs and the plans."""
-        if self._signatures is not None:
-            if found.keys() != self._signatures.keys() or plans != self._plans:
-                self._add({"runs": True})
-            for name, signature in found.items():
-                if self._signatures.get(name) != signature:
-                    self._add({"run": name, "revision": self._library.revision(name, signature)})
-        self._signatures, self._plans = found, plans
-
-    def since(self, last: int | None) -> list[tuple[int, dict[str, Any]]]:
-        """The changes after a number; all runs without a number, or where it is too old."""
-        oldest = self._latest[0][0] if self._latest else self._next
-        if last is not None and oldest - 1 <= last < self._next:
-            return [change for change in self._latest if change[0] > last]
-        now = self._next - 1
-        runs: list[dict[str, Any]] = [{"runs": True}]
-        runs += [
-            {"run": name, "revision": self._library.revision(name, at)} for name, at in (self._signatures or {}).items()
-        ]
-        return [(now, change) for change in runs]
-
-    async def listen(self, last: int | None, closing: Callable[[], bool]) -> AsyncIterator[bytes]:
-        """Server-sent events, until the server closes or the listener leaves."""
+    async def listen(self, closing: Callable[[], bool]) -> AsyncIterator[bytes]:
+        """Server-sent events, first of all runs, until the server closes or the listener leaves."""
         self._listeners += 1
         try:
             if self._task is None:
                 await self._check()
                 self._task = self._task or asyncio.create_task(self._watch())
             yield b"retry: 2000\n\n"
-            sent = time.monotonic()
+            seen, sent = None, time.monotonic()
             while not closing():
-                for at, change in self.since(last):
-                    last, sent = at, time.monotonic()
-                    yield _event(at, change)
+                now = self._now
+                for change in changes(seen, now):
+                    sent = time.monotonic()
+                    yield f"event: changed\ndata: {json.dumps(change)}\n\n".encode()
+                seen = now
                 if time.monotonic() - sent > BEAT:
                     sent = time.monotonic()
                     yield b": still here\n\n"
@@ -227,15 +197,19 @@ class Changes:
             self._task = None
 
     async def _check(self) -> None:
-        self.record(*await asyncio.to_thread(lambda: (self._library.signatures(), self._library.plans_signature())))
-
-    def _add(self, change: dict[str, Any]) -> None:
-        self._latest.append((self._next, change))
-        self._next += 1
+        self._now = await asyncio.to_thread(lambda: (self._library.signatures(), self._library.plans_signature()))
 
 
-def _event(at: int, change: dict[str, Any]) -> bytes:
-    return f"event: changed\nid: {at}\ndata: {json.dumps(change)}\n\n".encode()
+def changes(before: Signatures | None, now: Signatures) -> list[dict[str, Any]]:
+    """What a page has to load again: the list, where a run or a plan has come or gone, and the runs that changed.
+
+    >>> changes(({"a": "1", "b": "1"}, ""), ({"a": "2", "b": "1"}, ""))
+    [{'run': 'a'}]
+    """
+    runs, plans = before or ({}, "")
+    is_listed = before is None or runs.keys() != now[0].keys() or plans != now[1]
+    changed = [{"run": name} for name, signature in now[0].items() if runs.get(name) != signature]
+    return [{"runs": True}, *changed] if is_listed else changed
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -6,8 +6,8 @@ import hashlib
 import heapq
 import json
 import math
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +47,8 @@ class Point:
     id: str
     scores: Mapping[str, float]
     values: Mapping[str, Any] = field(default_factory=dict)
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """Of a member of a front, all that its file has of it."""
 
 
 class Sample:
@@ -105,19 +107,10 @@ class ScoredSubnets(LineSummary):
             self.samples.popitem(last=False)
         sample.add(Point(subnet[:64], result, values))
 
-    def of(self, context: str | None, members: Iterable[Point] = ()) -> tuple[list[Point], int]:
-        """The subnets of a context and how many there were; by default of the context of most members."""
-        if context not in self.samples:
-            known = {member.id: member.scores for member in members}
-
-            def agreeing(one: str) -> int:
-                points = (point for point in self.samples[one].points() if point.id in known)
-                return sum(all(known[p.id].get(name) == value for name, value in p.scores.items()) for p in points)
-
-            # Of equal ones the newest.
-            context = max(reversed(self.samples), key=agreeing, default=None)
-        sample = self.samples.get(context) if context is not None else None
-        return (sample.points(), sample.count) if sample is not None else ([], 0)
+    def of(self, context: object) -> Sample:
+        """The subnets of a context; where it is not known, of the newest."""
+        newest = next(reversed(self.samples.values()), Sample())
+        return self.samples.get(context, newest) if isinstance(context, str) else newest
 
 
 def numbers(values: object) -> dict[str, float]:
@@ -129,8 +122,6 @@ def best_first_order(
     points: Sequence[Point], objectives: Sequence[Objective], constraints: Sequence[Constraint] = ()
 ) -> list[Point]:
     """Best first: by the rank of their front, then by the first objective; subnets that break a constraint are last."""
-    import numpy as np
-
     from weft.search.objectives import losses, violations
     from weft.utils.pareto import ranks
 
@@ -161,15 +152,10 @@ def option_frequencies(best_first: Sequence[Point], choices: Choices = ()) -> li
         left -= len(options)
         if left < 0 or not known:
             break
-        keys = [_key(option) for option in options]
         row: dict[str, Any] = {"name": name, "options": list(options)}
         for part, subnets in (("best", best), ("all", known)):
-            counts = dict.fromkeys(keys, 0)
-            for values in subnets:
-                key = _key(values[name]) if name in values else None
-                if key is not None and key in counts:
-                    counts[key] += 1
-            row[part] = [rounded(counts[key] / len(subnets)) for key in keys]
+            counts = Counter(_key(values[name]) for values in subnets if name in values)
+            row[part] = [rounded(counts[_key(option)] / len(subnets)) for option in options]
         result.append(row)
     return result
 
