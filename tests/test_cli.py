@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import on_terminal, weft
+from command_line import weft
 
 from weft.cli import main
 from weft.cli.app import app
@@ -401,14 +401,3 @@ def test_a_search_that_is_stopped_keeps_its_scores_and_ends_as_if_it_had_not_bee
     assert scores.read_text().startswith(kept)
     assert scores.read_text().count("\n") == 6
     assert resumed["front"] == weft(*arguments, "--run=d", "--json", cwd=copied).json["front"]
-
-
-def test_a_bar_with_loss_rate_and_time_left_is_drawn_on_a_terminal_and_taken_away(project: Path) -> None:
-    written = on_terminal("train", "c.toml", cwd=project, CLI_PAUSE="0.05")
-    drawn, _, result = written.rpartition("\x1b[2K")  # the last line that was cleared is that of the bar
-    assert re.search(r"train\b.*\b\d+/40\b", drawn)
-    assert re.search(r"loss \d\.\d{3}", drawn)
-    assert re.search(r"\d steps/s", drawn)
-    assert re.search(r"m00:0[1-9]\x1b", drawn)
-    assert "fingerprint" in result
-    assert "steps/s" not in result

@@ -322,12 +322,13 @@ def test_two_processes_have_the_bits_of_one(searched: tuple[Path, dict[str, Any]
     assert (project / mixture).read_bytes() == (searched[0] / mixture).read_bytes()
 
 
-def test_on_a_terminal_the_bar_tells_loss_and_entropy(project: Path) -> None:
-    written = on_terminal("search", "c.toml", "--method=drnas", "--train.steps=150", cwd=project)
+def test_on_a_terminal_a_bar_tells_loss_entropy_rate_and_time_left_and_is_taken_away(project: Path) -> None:
+    written = on_terminal("search", "c.toml", "--method=drnas", "--train.steps=60", cwd=project)
     drawn, _, result = written.rpartition("\x1b[2K")  # the last line that was cleared is that of the bar
     drawn = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", drawn)
-    assert re.search(r"search\b.*\b\d+/150\b.*loss \d\.\d{3} \| [01]\.\d\d bits", drawn)
+    assert re.search(r"search\b.*\b\d+/60\b.*loss \d\.\d{3} \| [01]\.\d\d bits", drawn)
     assert re.search(r"\d steps/s", drawn)
+    assert re.search(r"\b00:\d\d", drawn), "the time left"
     assert "searched by drnas" in result
     assert "steps/s" not in result
 

@@ -161,6 +161,38 @@ def chromium(require: Callable[[str, bool, str], None]) -> Iterator[Any]:
         browser.close()
 
 
+@pytest.fixture(scope="module")
+def tab(chromium: Any, site: str) -> Iterator[Any]:
+    """A page of the site that tests share, with what its console says."""
+    context = chromium.new_context(color_scheme="light", permissions=["clipboard-read", "clipboard-write"])
+    page, messages = context.new_page(), list[str]()
+    page.set_default_timeout(10_000)
+    page.on("console", lambda own: messages.append(own.text) if own.type in ("error", "warning") else None)
+    page.on("pageerror", lambda problem: messages.append(str(problem)))
+    page.goto(site)
+    yield page, messages
+    context.close()
+
+
+@pytest.fixture
+def visit(tab: Any) -> Iterator[Callable[[str], Any]]:
+    """Shows a route of the site anew, `visit("run/net/curves")`; in the end the console has no error."""
+    page, messages = tab
+
+    def show(route: str) -> Any:
+        page.set_viewport_size({"width": 1280, "height": 900})
+        page.emulate_media(color_scheme="light")
+        elsewhere, view = ("", "runs") if route.startswith("plan") else ("plan/small", "plan")
+        page.evaluate("(route) => { location.hash = `#/${route}`; }", elsewhere)
+        page.wait_for_selector(f"main[data-view={view}]")
+        page.evaluate("(route) => { location.hash = `#/${route}`; }", route)
+        page.wait_for_selector(f"main:not([data-view={view}])")
+        return page
+
+    yield show
+    assert messages == []
+
+
 @pytest.fixture
 def opened(chromium: Any) -> Iterator[Callable[..., Any]]:
     """Opens pages, `opened(address, **of_the_context)`; in the end none may have an error in its console."""

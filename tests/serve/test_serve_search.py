@@ -6,7 +6,6 @@ import json
 import random
 import shlex
 import shutil
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,9 @@ from weft import accuracy, search_gradient, zoo
 from weft.data import digits
 from weft.errors import RunError
 from weft.search.objectives import Constraint, Objective
-from weft.serve.event_log import SummaryCache
 from weft.serve.overview import is_gradient_search
 from weft.serve.views import search as searches
 from weft.serve.views.search_samples import (
-    SCORED,
     STEPS,
     MixtureHistory,
     Point,
@@ -330,20 +327,6 @@ def test_damaged_lines_are_counted_and_change_nothing() -> None:
     assert [one.id for one in found.of("x").points()] == ["a", "b"]
 
 
-def test_a_long_file_of_scores_is_read_in_little_memory(tmp_path: Path) -> None:
-    path, count = tmp_path / "scores.jsonl", 6_000
-    with open(path, "wb") as file:
-        for at in range(count):
-            file.write(line(f"{at:016x}", at / count, values={"op": at % 7}, costs={"flops": at}) + b"\n")
-    fold = SummaryCache(ScoredSubnets)
-    tracemalloc.start()
-    sample = fold.query(path, lambda scores: scores.of("x"))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert (len(sample.points()), sample.count) == (SCORED, count)
-    assert peak < 8 * 2**20
-
-
 CHOICES = [{"name": "a", "options": ["x", "y"]}, {"name": "b", "options": [1, 2, 3]}]
 
 
@@ -429,20 +412,3 @@ def test_many_options_are_shown_at_fewer_steps() -> None:
     found = history.to_json()
     assert found is not None
     assert len(json.dumps(found)) < 400_000
-
-
-def test_a_long_file_of_mixtures_is_read_in_little_memory(tmp_path: Path) -> None:
-    path, count = tmp_path / "events.jsonl", 10_000
-    with open(path, "wb") as file:
-        file.write(json.dumps(started()).encode() + b"\n")
-        for at in range(count):
-            file.write(json.dumps(step(at, 0.25, 0.75, 0.1, 0.2, 0.7)).encode() + b"\n")
-    tracemalloc.start()
-    found = probabilities(tmp_path)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert found is not None
-    assert 200 < len(found["steps"]) <= STEPS
-    assert found["steps"][-1] > 0.99 * count
-    assert found["choices"][0]["values"][1] == [0.75] * len(found["steps"])
-    assert peak < 8 * 2**20
