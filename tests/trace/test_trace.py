@@ -112,8 +112,8 @@ def test_an_operation_whose_input_lay_there_is_named_as_held_back() -> None:
     assert waits["1B0"].blocked is None  # the input came in the meantime
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4, 8])
-@pytest.mark.parametrize(("consistency", "latency"), [("exact", 0.25), ("delayed(2)", 0.0), ("lagged(4)", 0.25)])
+@pytest.mark.parametrize("stages", [1, 2, 8])
+@pytest.mark.parametrize(("consistency", "latency"), [("exact", 0.25), ("lagged(4)", 0.25)])
 def test_a_run_that_goes_as_simulated_has_the_figures_of_the_simulation(
     stages: int, consistency: str, latency: float, tmp_path: Path
 ) -> None:
