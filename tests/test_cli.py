@@ -224,12 +224,6 @@ def test_a_blank_may_stand_for_the_sign_of_a_setting(copied: Path) -> None:
     assert dry_run("--train.seed", "-1", "--consistency", "lagged(2)")["steps"] == 40
 
 
-def test_a_dry_run_writes_nothing(project: Path) -> None:
-    before = sorted(path.name for path in project.rglob("*") if "__pycache__" not in path.parts)
-    assert weft("train", "c.toml", "--dry-run", cwd=project).code == 0
-    assert sorted(path.name for path in project.rglob("*") if "__pycache__" not in path.parts) == before
-
-
 def test_help_and_version_are_printed() -> None:
     verbs = [str(verb.name or verb.callback.__name__) for verb in app.registered_commands if verb.callback]
     for arguments in ([], ["--help"], ["-h"]):

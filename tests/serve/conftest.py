@@ -114,13 +114,13 @@ def runs(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
 
 
 @contextmanager
-def serving(root: Path, port: int = 0) -> Iterator[str]:
-    """A real server on loopback; gives its address."""
+def serving(root: Path, port: int = 0, token: str | None = None, host: str = "127.0.0.1") -> Iterator[str]:
+    """A real server; gives its address on loopback."""
     from weft.serve.library import Library
     from weft.serve.server import listen, make_server
 
-    listener: socket.socket = listen("127.0.0.1", port)
-    server = make_server(listener, Library.under(root))
+    listener: socket.socket = listen(host, port)
+    server = make_server(listener, Library.under(root), token)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
@@ -131,6 +131,7 @@ def serving(root: Path, port: int = 0) -> Iterator[str]:
         server.should_exit = True
         thread.join(20)
         listener.close()
+        assert not thread.is_alive()
 
 
 @pytest.fixture(scope="session", name="serving")

@@ -8,9 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,8 @@ import httpx
 import pytest
 
 from weft.runs import Run
-from weft.serve.library import Library
-from weft.serve.server import listen, make_server
 
-Serve = Callable[..., httpx.Client]
+Served = Callable[..., AbstractContextManager[httpx.Client]]
 
 
 @pytest.fixture
@@ -39,25 +36,20 @@ def made(root: Path, name: str, steps: int = 3) -> Run:
     return run
 
 
-@contextmanager
-def served(root: Path, token: str | None = None, host: str = "127.0.0.1") -> Iterator[httpx.Client]:
-    listener = listen(host, 0)
-    port = listener.getsockname()[1]
-    server = make_server(listener, Library.under(root), token)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+@pytest.fixture
+def served(serving: Callable[..., Any]) -> Served:
+    """`with served(root, token, host) as client`."""
+
+    @contextmanager
+    def ask(root: Path, token: str | None = None, host: str = "127.0.0.1") -> Iterator[httpx.Client]:
+        with serving(root, token=token, host=host) as address, httpx.Client(base_url=address, timeout=20) as client:
             yield client
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        listener.close()
-        assert not thread.is_alive()
+
+    return ask
 
 
 @pytest.fixture
-def client(root: Path) -> Iterator[httpx.Client]:
+def client(root: Path, served: Served) -> Iterator[httpx.Client]:
     with served(root) as client:
         yield client
 
@@ -162,7 +154,7 @@ def test_the_browser_may_load_nothing_from_elsewhere(client: httpx.Client) -> No
         assert "access-control-allow-origin" not in headers
 
 
-def test_with_a_token_nothing_is_answered_without_it(root: Path) -> None:
+def test_with_a_token_nothing_is_answered_without_it(root: Path, served: Served) -> None:
     with served(root, "a-long-token", "0.0.0.0") as client:
         wrong: list[dict[str, Any]] = [
             {},
@@ -183,7 +175,7 @@ def test_with_a_token_nothing_is_answered_without_it(root: Path) -> None:
         assert not client.cookies
 
 
-def test_a_token_in_the_address_is_given_once_and_then_kept_in_a_cookie(root: Path) -> None:
+def test_a_token_in_the_address_is_given_once_and_then_kept_in_a_cookie(root: Path, served: Served) -> None:
     with served(root, "a-long-token", "0.0.0.0") as client:
         first = client.get("/", params={"token": "a-long-token", "a": "b"})
         assert (first.status_code, first.headers["location"]) == (303, "/?a=b")

@@ -265,11 +265,6 @@ spans = st.lists(
 )
 
 
-def test_a_job_takes_the_first_lane_that_is_free_when_it_starts() -> None:
-    assert assign_lanes([(0, 4), (1, 2), (2, 5), (4, 6), (4, None), (9, 10)]) == [0, 1, 1, 0, 2, 0]
-    assert assign_lanes([]) == []
-
-
 @given(spans)
 def test_no_two_of_a_lane_overlap_and_no_lane_is_taken_without_need(spans: list[tuple[float, float | None]]) -> None:
     lanes = assign_lanes(spans)

@@ -259,20 +259,6 @@ def test_threads_lose_no_line_to_a_flush(tmp_path: Path) -> None:
     assert read_traces(tmp_path).stages[0].ops.microbatch.tolist() == list(range(6000))
 
 
-def test_a_torn_last_line_is_skipped_and_the_last_start_is_read(tmp_path: Path) -> None:
-    trace = traced(TWO, 0.5, since=EPOCH)
-    write_trace(trace, tmp_path)
-    for number in range(2):
-        with open(tmp_path / "traces" / f"stage{number}.jsonl", "ab") as file:
-            file.write(b'["op","F",9,2147483')
-    assert same(read_traces(tmp_path), trace)
-    write_trace(trace, tmp_path, restart=1)
-    assert same(read_traces(tmp_path), Trace(1, trace.stages, ()))
-    fewer = traced(on(shared(4, 1, 5), 1), since=EPOCH + 1000)
-    write_trace(fewer, tmp_path, restart=2)
-    assert same(read_traces(tmp_path), Trace(2, fewer.stages, ())), "the last start is read"
-
-
 def test_a_run_without_traces_says_how_to_get_them(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="has no traces"):
         read_traces(tmp_path)
