@@ -28,9 +28,6 @@ SCORED = 2000
 CONTEXTS = 4
 """The most contexts that are kept. Scores under other weights, data or batches are of another context."""
 
-LONGEST = 1 << 15
-"""The most bytes of a line of scores; a longer one is damage."""
-
 BEST = 0.1
 """The share of the subnets that counts as best."""
 
@@ -90,17 +87,15 @@ class ScoredSubnets(LineSummary):
         self.samples: OrderedDict[str, Sample] = OrderedDict()
         """By context; the one with the newest line is the last."""
 
-    def add_line(self, line: bytes) -> None:
-        record = parse(line) or {} if len(line) <= LONGEST else {}
-        subnet, context, scores = record.get("subnet"), record.get("context"), record.get("scores")
-        values = record.get("values")
-        if not isinstance(subnet, str) or not isinstance(context, str):
-            self.damaged += bool(line.strip())
-            return
-        if not isinstance(scores, Mapping) or not isinstance(values, Mapping):
+    def add_event(self, event: Mapping[str, Any]) -> None:
+        subnet, context, scores, values = (event.get(name) for name in ("subnet", "context", "scores", "values"))
+        if not (isinstance(subnet, str) and isinstance(context, str)):
             self.damaged += 1
             return
-        result = {**numbers(scores), **numbers(record.get("costs"))}
+        if not (isinstance(scores, Mapping) and isinstance(values, Mapping)):
+            self.damaged += 1
+            return
+        result = {**numbers(scores), **numbers(event.get("costs"))}
         sample = self.samples.pop(context, None) or Sample()
         self.samples[context] = sample
         if len(self.samples) > CONTEXTS:

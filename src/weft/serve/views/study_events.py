@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.runs.events import ENDS, parse
+from weft.runs.events import ENDS
 from weft.serve.event_log import LineSummary
 from weft.serve.fields import as_list, finite, rounded, whole_number
 
@@ -155,8 +155,6 @@ TRIALS = 5000
 """The most trials that are kept; of more, the newest."""
 
 BARS = 1000
-LONGEST = 1 << 15
-"""The most bytes of the line that proposes a trial; a longer one is damage."""
 
 
 class StudyEvents(LineSummary):
@@ -177,11 +175,7 @@ class StudyEvents(LineSummary):
         """As JSON, from the study's start."""
         self._places: list[str] = []
 
-    def add_line(self, line: bytes) -> None:
-        event = parse(line)
-        if event is None:
-            self.damaged += bool(line.strip())
-            return
+    def add_event(self, event: Mapping[str, Any]) -> None:
         kind, time = event.get("event"), finite(event.get("time"))
         if kind == "started":
             self.space = event.get("space", self.space)
@@ -201,7 +195,7 @@ class StudyEvents(LineSummary):
             self._close(bar.job, str(kind))
         elif kind == "placed":
             self._place(event, trials)
-        elif kind != "proposed" or len(line) <= LONGEST:
+        else:
             for trial in trials:
                 self._update(trial, event, str(kind))
 
