@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import on_terminal, weft
+from command_line import weft
 
 from weft.cli import main
 from weft.cli.app import app
@@ -224,12 +224,6 @@ def test_a_blank_may_stand_for_the_sign_of_a_setting(copied: Path) -> None:
     assert dry_run("--train.seed", "-1", "--consistency", "lagged(2)")["steps"] == 40
 
 
-def test_a_dry_run_writes_nothing(project: Path) -> None:
-    before = sorted(path.name for path in project.rglob("*") if "__pycache__" not in path.parts)
-    assert weft("train", "c.toml", "--dry-run", cwd=project).code == 0
-    assert sorted(path.name for path in project.rglob("*") if "__pycache__" not in path.parts) == before
-
-
 def test_help_and_version_are_printed() -> None:
     verbs = [str(verb.name or verb.callback.__name__) for verb in app.registered_commands if verb.callback]
     for arguments in ([], ["--help"], ["-h"]):
@@ -401,14 +395,3 @@ def test_a_search_that_is_stopped_keeps_its_scores_and_ends_as_if_it_had_not_bee
     assert scores.read_text().startswith(kept)
     assert scores.read_text().count("\n") == 6
     assert resumed["front"] == weft(*arguments, "--run=d", "--json", cwd=copied).json["front"]
-
-
-def test_a_bar_with_loss_rate_and_time_left_is_drawn_on_a_terminal_and_taken_away(project: Path) -> None:
-    written = on_terminal("train", "c.toml", cwd=project, CLI_PAUSE="0.05")
-    drawn, _, result = written.rpartition("\x1b[2K")  # the last line that was cleared is that of the bar
-    assert re.search(r"train\b.*\b\d+/40\b", drawn)
-    assert re.search(r"loss \d\.\d{3}", drawn)
-    assert re.search(r"\d steps/s", drawn)
-    assert re.search(r"m00:0[1-9]\x1b", drawn)
-    assert "fingerprint" in result
-    assert "steps/s" not in result

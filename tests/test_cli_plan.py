@@ -110,7 +110,6 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, weft: Weft) -> None:
         ("plan", "own:build", "--devices", "2", "--constrain", "0"): "--constrain takes a module",
         ("plan", "own:build", "--devices", "2", "--time-limit", "-1"): "greater than or equal to 0",
         ("plan", "own:build", "--devices", "2", "--memry", "1KiB"): "unknown option '--memry'",
-        ("plan", "own:build", "--devices", "2", "--keep", "0=n"): "'--keep' is now '--constrain'",
         ("plan", "own:build", "--devices", "2", "--data.path=x"): "'--data.path=x' is a setting of a config.toml",
     }
     for words, message in cases.items():

@@ -29,7 +29,7 @@ from weft.zoo import digits_conv
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-m", "weft.cli", "demo", "--json", "--runs", "kept", "--steps", "200", "--budget", "12"]
+    command = [sys.executable, "-m", "weft.cli", "demo", "--json", "--runs", "kept", "--steps", "120", "--budget", "8"]
     one_core = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=one_core, capture_output=True, text=True, check=True)
     assert done.stdout.count("\n") == 1
@@ -74,7 +74,7 @@ def test_the_front_is_found_on_validation_data_and_tested_once(demo: tuple[Path,
 def test_the_run_is_finished_and_holds_what_was_said(demo: tuple[Path, dict[str, Any]]) -> None:
     folder, result = demo
     (listed,) = list_runs(folder / "kept")
-    assert (listed.state, listed.done, listed.total) == ("finished", 200, 200)
+    assert (listed.state, listed.done, listed.total) == ("finished", 120, 120)
     run = Run.open(folder / result["run"])
     assert run.state() == "finished"
     finished = [event for event in run.events.read() if event["event"] == "finished"]
@@ -98,7 +98,7 @@ def test_two_stages_and_one_have_the_same_fingerprint(demo: tuple[Path, dict[str
     assert set(result["training_seconds"]) == {"2", "1"}
     traced = summary(read_traces(folder / result["run"]))["stages"]
     assert result["busy"] == [stage["busy_share"] for stage in traced]
-    assert [stage["ops"] for stage in traced] == [400, 400]  # a forward and a backward of each step
+    assert [stage["ops"] for stage in traced] == [240, 240]  # a forward and a backward of each step
     assert all(0 < share <= 1 for share in result["busy"])
 
 

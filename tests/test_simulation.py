@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
+from command_line import weft
 from torch import nn
 
-from weft.cli import main
 from weft.cli.simulate import better_cut, simulate_run
 from weft.data import digits
 from weft.engine.consistency import Consistency, Lagged
@@ -203,35 +202,17 @@ def test_every_figure_of_the_documented_tables_is_in_the_result_file() -> None:
                 assert next(told) == f"{value:.2f}"
 
 
-def test_the_verb_prints_a_table_and_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tmp_path / "c.toml"
-    config.write_text('supernet = "digits-mlp"\n[train]\nsteps = 40\nbatch_size = 32\nstream = "iid"\n')
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["weft", "simulate", str(config), *words])
-        try:
-            main()
-            code: Any = 0
-        except SystemExit as end:
-            code = end.code or 0
-        out, err = capsys.readouterr()
-        return int(code), out, err
-
-    code, out, _ = run("--stages", "1,2", "--json", "--costs", "equal")
-    assert code == 0
-    assert [row["stages"] for row in json.loads(out)["rows"]] == [1, 2]
-    code, out, _ = run("--stages", "2", "--jitter", "0.2", "--latency", "0.001")
-    assert code == 0
-    assert "what would help on 2 stages" in out
-    code, out, _ = run("--stages", "2", "--costs", "equal", "--bandwidth", "1e3", "--slow", "1:0.5", "--json")
-    assert code == 0
-    assert json.loads(out)["rows"][0]["time_per_step"] > 8
-    assert run("--stages", "two")[0] == 2
-    assert "such as 3:0.5" in run("--slow", "1-2")[2]
-    assert "numbered from 0 to 1" in run("--stages", "2", "--slow", "2:0.5")[2]
-    assert "more than 0" in run("--bandwidth", "0")[2]
-    assert "did you mean 'equal'" in run("--costs", "equl")[2]
+def test_the_verb_prints_a_table_and_json(tmp_path: Path) -> None:
+    config = 'supernet = "digits-mlp"\n[train]\nsteps = 40\nbatch_size = 32\nstream = "iid"\n'
+    (tmp_path / "c.toml").write_text(config)
+    run = partial(weft, "simulate", "c.toml", cwd=tmp_path)
+    assert [row["stages"] for row in run("--stages", "1,2", "--json", "--costs", "equal").json["rows"]] == [1, 2]
+    assert "what would help on 2 stages" in run("--stages", "2", "--jitter", "0.2", "--latency", "0.001").out
+    slow = run("--stages", "2", "--costs", "equal", "--bandwidth", "1e3", "--slow", "1:0.5", "--json").json
+    assert slow["rows"][0]["time_per_step"] > 8
+    assert "such as 1,2,4" in run("--stages", "two").error
+    assert "such as 3:0.5" in run("--slow", "1-2").error
+    assert "numbered from 0 to 1" in run("--stages", "2", "--slow", "2:0.5").error
+    assert "more than 0" in run("--bandwidth", "0").error
+    assert "did you mean 'equal'" in run("--costs", "equl").error
     assert not (tmp_path / "runs").exists()

@@ -114,13 +114,13 @@ def runs(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
 
 
 @contextmanager
-def serving(root: Path, port: int = 0) -> Iterator[str]:
-    """A real server on loopback; gives its address."""
+def serving(root: Path, port: int = 0, token: str | None = None, host: str = "127.0.0.1") -> Iterator[str]:
+    """A real server; gives its address on loopback."""
     from weft.serve.library import Library
     from weft.serve.server import listen, make_server
 
-    listener: socket.socket = listen("127.0.0.1", port)
-    server = make_server(listener, Library.under(root))
+    listener: socket.socket = listen(host, port)
+    server = make_server(listener, Library.under(root), token)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
@@ -131,6 +131,7 @@ def serving(root: Path, port: int = 0) -> Iterator[str]:
         server.should_exit = True
         thread.join(20)
         listener.close()
+        assert not thread.is_alive()
 
 
 @pytest.fixture(scope="session", name="serving")
@@ -159,6 +160,38 @@ def chromium(require: Callable[[str, bool, str], None]) -> Iterator[Any]:
         browser = driver.chromium.launch(executable_path=found, args=FLAGS)
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def tab(chromium: Any, site: str) -> Iterator[Any]:
+    """A page of the site that tests share, with what its console says."""
+    context = chromium.new_context(color_scheme="light", permissions=["clipboard-read", "clipboard-write"])
+    page, messages = context.new_page(), list[str]()
+    page.set_default_timeout(10_000)
+    page.on("console", lambda own: messages.append(own.text) if own.type in ("error", "warning") else None)
+    page.on("pageerror", lambda problem: messages.append(str(problem)))
+    page.goto(site)
+    yield page, messages
+    context.close()
+
+
+@pytest.fixture
+def visit(tab: Any) -> Iterator[Callable[[str], Any]]:
+    """Shows a route of the site anew, `visit("run/net/curves")`; in the end the console has no error."""
+    page, messages = tab
+
+    def show(route: str) -> Any:
+        page.set_viewport_size({"width": 1280, "height": 900})
+        page.emulate_media(color_scheme="light")
+        elsewhere, view = ("", "runs") if route.startswith("plan") else ("plan/small", "plan")
+        page.evaluate("(route) => { location.hash = `#/${route}`; }", elsewhere)
+        page.wait_for_selector(f"main[data-view={view}]")
+        page.evaluate("(route) => { location.hash = `#/${route}`; }", route)
+        page.wait_for_selector(f"main:not([data-view={view}])")
+        return page
+
+    yield show
+    assert messages == []
 
 
 @pytest.fixture

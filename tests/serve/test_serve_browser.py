@@ -23,6 +23,7 @@ from weft.serve.report import write_plan, write_report
 from weft.serve.views.plan import plan_document
 
 Open = Callable[..., Any]
+Visit = Callable[[str], Any]
 Serving = Callable[..., AbstractContextManager[str]]
 
 VIEWS = {
@@ -69,9 +70,9 @@ def wait_for_charts(page: Any, titles: list[str]) -> None:
 
 
 @pytest.mark.parametrize("route", VIEWS, ids=lambda route: route or "runs")
-def test_every_view_renders_on_a_laptop_on_a_phone_and_in_the_dark(opened: Open, site: str, route: str) -> None:
+def test_every_view_renders_on_a_laptop_on_a_phone_and_in_the_dark(visit: Visit, route: str) -> None:
     titles, heading = VIEWS[route]
-    page = opened(f"{site}#/{route}")
+    page = visit(route)
     assert page.locator("h1").inner_text() == heading
     wait_for_charts(page, titles)
     light = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -101,50 +102,52 @@ def write_event(run: Run, kind: str, **more: Any) -> None:
         file.write(json.dumps({"event": kind, "time": time.time(), **more}) + "\n")
 
 
-def test_new_steps_appear_and_the_zoom_stays(opened: Open, site: str, runs: Path) -> None:
-    run = Run.create(runs, "going", manifest={"config": {"train": {"steps": 100}}})
-    with run.locked():
-        write_event(run, "started", at=0, steps=100)
-        for step in range(10):
-            write_event(run, "step", step=step, loss=3.0 - step / 10)
-        page = opened(f"{site}#/run/going/curves")
-        wait_for_charts(page, ["loss"])
-        page.wait_for_selector("#live[data-state=live]")
-        assert "10 / 100" in page.locator(".facts").first.inner_text()
-        assert page.locator(".badge.running").count() == 1
-        page.evaluate(f"{CHARTS}[0].instance.dispatchAction({{type: 'dataZoom', startValue: 2, endValue: 5}})")
-        for step in range(10, 30):
-            write_event(run, "step", step=step, loss=2.0)
-        until(page, "document.querySelector('.facts').textContent.includes('30 / 100')")
-        points = f"{CHARTS}[0].instance.getOption().series.find((own) => own.id === 'loss').data.length"
-        until(page, f"{points} === 30")
-        assert zoom(page, "loss") == (2, 5)
-        write_event(run, "finished", steps=30, fingerprint="f" * 64)
-    page.wait_for_selector(".badge.finished")
-    shutil.rmtree(run.path)
-    until(page, "document.querySelector('main').textContent.includes('Nothing here')")
+def test_new_steps_appear_and_the_zoom_stays(opened: Open, serving: Serving, tmp_path: Path) -> None:
+    run = Run.create(tmp_path, "going", manifest={"config": {"train": {"steps": 100}}})
+    with serving(tmp_path) as site:
+        with run.locked():
+            write_event(run, "started", at=0, steps=100)
+            for step in range(10):
+                write_event(run, "step", step=step, loss=3.0 - step / 10)
+            page = opened(f"{site}#/run/going/curves")
+            wait_for_charts(page, ["loss"])
+            page.wait_for_selector("#live[data-state=live]")
+            assert "10 / 100" in page.locator(".facts").first.inner_text()
+            assert page.locator(".badge.running").count() == 1
+            page.evaluate(f"{CHARTS}[0].instance.dispatchAction({{type: 'dataZoom', startValue: 2, endValue: 5}})")
+            for step in range(10, 30):
+                write_event(run, "step", step=step, loss=2.0)
+            until(page, "document.querySelector('.facts').textContent.includes('30 / 100')")
+            points = f"{CHARTS}[0].instance.getOption().series.find((own) => own.id === 'loss').data.length"
+            until(page, f"{points} === 30")
+            assert zoom(page, "loss") == (2, 5)
+            write_event(run, "finished", steps=30, fingerprint="f" * 64)
+        page.wait_for_selector(".badge.finished")
+        shutil.rmtree(run.path)
+        until(page, "document.querySelector('main').textContent.includes('Nothing here')")
+        page.close()  # before the server it talks to
     opened.messages[:] = [text for text in opened.messages if "404" not in text]  # type: ignore[attr-defined]  # the browser's
 
 
-def test_a_hidden_page_asks_for_nothing_until_it_is_seen_again(opened: Open, site: str, runs: Path) -> None:
-    run = Run.create(runs, "hidden", manifest={"config": {"train": {"steps": 9}}})
+def test_a_hidden_page_asks_for_nothing_until_it_is_seen_again(opened: Open, serving: Serving, tmp_path: Path) -> None:
+    run = Run.create(tmp_path, "hidden", manifest={"config": {"train": {"steps": 9}}})
     write_event(run, "started", at=0, steps=9)
     write_event(run, "step", step=0, loss=3.0)
-    page = opened(f"{site}#/run/hidden/curves")
-    wait_for_charts(page, ["loss"])
     hide = "Object.defineProperty(document, 'hidden', {get: () => %s, configurable: true});"
     tell = "document.dispatchEvent(new Event('visibilitychange'))"
-    page.wait_for_timeout(1200)  # until what changed before is loaded
-    page.evaluate((hide % "true") + tell)
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    write_event(run, "step", step=1, loss=2.0)
-    page.wait_for_timeout(1200)
-    assert asked == []
-    page.evaluate((hide % "false") + tell)
-    until(page, "document.querySelector('.facts').textContent.includes('2 / 9')")
-    page.close()  # or it asks for the run that is gone
-    shutil.rmtree(run.path)
+    with serving(tmp_path) as site:
+        page = opened(f"{site}#/run/hidden/curves")
+        wait_for_charts(page, ["loss"])
+        page.wait_for_timeout(1200)  # until what changed before is loaded
+        page.evaluate((hide % "true") + tell)
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        write_event(run, "step", step=1, loss=2.0)
+        page.wait_for_timeout(1200)
+        assert asked == []
+        page.evaluate((hide % "false") + tell)
+        until(page, "document.querySelector('.facts').textContent.includes('2 / 9')")
+        page.close()  # before the server it talks to
 
 
 def test_the_dot_says_when_the_server_is_gone_and_back(opened: Open, serving: Serving, tmp_path: Path) -> None:
@@ -158,8 +161,8 @@ def test_the_dot_says_when_the_server_is_gone_and_back(opened: Open, serving: Se
     opened.messages.clear()  # type: ignore[attr-defined]  # a browser tells of every connection that failed
 
 
-def test_a_click_on_the_front_opens_its_architecture_and_escape_closes_it(opened: Open, site: str, runs: Path) -> None:
-    page = opened(f"{site}#/run/net/search", permissions=["clipboard-read", "clipboard-write"])
+def test_a_click_on_the_front_opens_its_architecture_and_escape_closes_it(visit: Visit, runs: Path) -> None:
+    page = visit("run/net/search")
     wait_for_charts(page, ["Pareto front"])
     place = page.locator(".chart[aria-label^='Pareto front']")
     place.scroll_into_view_if_needed()
@@ -189,8 +192,8 @@ def test_a_click_on_the_front_opens_its_architecture_and_escape_closes_it(opened
     assert not panel.is_visible()
 
 
-def test_the_front_can_be_opened_by_the_keyboard_and_the_focus_comes_back(opened: Open, site: str) -> None:
-    page = opened(f"{site}#/run/net/search")
+def test_the_front_can_be_opened_by_the_keyboard_and_the_focus_comes_back(visit: Visit) -> None:
+    page = visit("run/net/search")
     row = page.locator("[aria-label='members of the front'] button.link").first
     row.focus()
     page.keyboard.press("Enter")
@@ -199,8 +202,8 @@ def test_the_front_can_be_opened_by_the_keyboard_and_the_focus_comes_back(opened
     assert page.evaluate("document.activeElement.textContent") == row.inner_text()
 
 
-def test_ticked_runs_are_compared_with_only_what_differs(opened: Open, site: str) -> None:
-    page = opened(site)
+def test_ticked_runs_are_compared_with_only_what_differs(visit: Visit) -> None:
+    page = visit("")
     assert page.get_by_role("button", name="Compare").is_disabled()
     page.get_by_label("compare net", exact=True).check()
     page.get_by_label("compare one", exact=True).check()
@@ -218,8 +221,8 @@ def test_ticked_runs_are_compared_with_only_what_differs(opened: Open, site: str
     assert page.evaluate(log) == "log"
 
 
-def test_a_heading_sorts_a_table_up_and_down(opened: Open, site: str) -> None:
-    page = opened(site)
+def test_a_heading_sorts_a_table_up_and_down(visit: Visit) -> None:
+    page = visit("")
     names = page.locator("[aria-label=runs] tbody th")
     heading = page.locator("[aria-label=runs] thead th", has_text=re.compile("^run$"))
     heading.get_by_role("button").click()
@@ -244,8 +247,8 @@ def test_the_keyboard_reaches_the_views(opened: Open, site: str) -> None:
     assert page.locator("#views [aria-current=page]").inner_text() == "Pipeline"
 
 
-def test_keys_move_through_the_schedule_and_all_charts_of_time_follow(opened: Open, site: str) -> None:
-    page = opened(f"{site}#/run/net/pipeline")
+def test_keys_move_through_the_schedule_and_all_charts_of_time_follow(visit: Visit) -> None:
+    page = visit("run/net/pipeline")
     wait_for_charts(page, ["Schedule", "Memory"])
     whole = zoom(page, "Schedule")
     page.locator(".chart[aria-label^='Schedule']").focus()
@@ -261,8 +264,8 @@ def test_keys_move_through_the_schedule_and_all_charts_of_time_follow(opened: Op
     assert zoom(page, "Schedule") == pytest.approx(whole)
 
 
-def test_an_operation_is_described_when_pointed_at(opened: Open, site: str) -> None:
-    page = opened(f"{site}#/run/net/pipeline")
+def test_an_operation_is_described_when_pointed_at(visit: Visit) -> None:
+    page = visit("run/net/pipeline")
     wait_for_charts(page, ["Schedule"])
     x, y, span = page.evaluate(
         f"""(async () => {{ const own = {CHARTS}.find((chart) => chart.title === "Schedule").instance;
@@ -314,8 +317,8 @@ def test_zooming_in_brings_the_operations_of_a_long_run(
         page.close()
 
 
-def test_selecting_a_part_of_an_axis_filters_the_trials(opened: Open, site: str) -> None:
-    page = opened(f"{site}#/run/study/tune")
+def test_selecting_a_part_of_an_axis_filters_the_trials(visit: Visit) -> None:
+    page = visit("run/study/tune")
     wait_for_charts(page, ["Trials"])
     rows = page.locator("[aria-label=trials] tbody tr")
     assert rows.count() == 4
@@ -331,8 +334,8 @@ def test_selecting_a_part_of_an_axis_filters_the_trials(opened: Open, site: str)
     assert all(rate > 1e-2 for rate in rates)
 
 
-def test_a_block_is_picked_in_the_probabilities(opened: Open, site: str) -> None:
-    page = opened(f"{site}#/run/mixed/search")
+def test_a_block_is_picked_in_the_probabilities(visit: Visit) -> None:
+    page = visit("run/mixed/search")
     wait_for_charts(page, ["Choice probabilities"])
     page.get_by_role("combobox", name="Choice").select_option("block2")
     place = page.locator(".chart[aria-label^='Choice probabilities. block2']")
@@ -340,8 +343,8 @@ def test_a_block_is_picked_in_the_probabilities(opened: Open, site: str) -> None
     assert "wide" in place.get_attribute("aria-label")
 
 
-def test_the_graph_of_a_plan_is_walked_by_keys_and_zoomed(opened: Open, site: str) -> None:
-    page = opened(f"{site}#/plan/small")
+def test_the_graph_of_a_plan_is_walked_by_keys_and_zoomed(visit: Visit) -> None:
+    page = visit("plan/small")
     boxes = page.locator(".graph .box")
     assert boxes.count() >= 3
     boxes.first.focus()

@@ -211,6 +211,7 @@ def test_mistakes_are_told_in_one_line(runs: Path, tmp_path: Path) -> None:
 
 def test_without_its_packages_the_server_names_the_extra(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "weft.serve.server", raising=False)
     assert "pip install -e '.[serve]'" in fails("serve", str(runs), "--port", "0")
 
 

@@ -6,7 +6,6 @@ import json
 import random
 import shlex
 import shutil
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,9 @@ from weft import accuracy, search_gradient, zoo
 from weft.data import digits
 from weft.errors import RunError
 from weft.search.objectives import Constraint, Objective
-from weft.serve.event_log import SummaryCache
 from weft.serve.overview import is_gradient_search
 from weft.serve.views import search as searches
 from weft.serve.views.search_samples import (
-    SCORED,
     STEPS,
     MixtureHistory,
     Point,
@@ -315,14 +312,11 @@ def scores(*lines: bytes) -> ScoredSubnets:
 
 def test_scores_of_the_fronts_context_are_taken_and_no_others() -> None:
     found = scores(line("a", 0.5, "old"), line("b", 0.6, "new"), line("a", 0.7, "new"))
-    assert [one.scores["accuracy"] for one in found.of("old")[0]] == [0.5]
-    # A front without a context was scored where its members have these scores.
-    assert [one.id for one in found.of(None, [Point("a", {"accuracy": 0.5})])[0]] == ["a"]
-    assert [one.id for one in found.of(None, [Point("a", {"accuracy": 0.7})])[0]] == ["b", "a"]
-    assert [one.id for one in found.of(None)[0]] == ["b", "a"]  # else the newest
-    assert scores().of("x") == ([], 0)
-    costly = scores(line("a", 0.5, values={"op": "x"}, costs={"flops": 3}))
-    assert costly.of("x") == ([Point("a", {"accuracy": 0.5, "flops": 3}, {"op": "x"})], 1)
+    assert [one.scores["accuracy"] for one in found.of("old").points()] == [0.5]
+    assert [one.id for one in found.of(None).points()] == ["b", "a"]  # else the newest
+    assert scores().of("x").points() == []
+    costly = scores(line("a", 0.5, values={"op": "x"}, costs={"flops": 3})).of("x")
+    assert (costly.points(), costly.count) == ([Point("a", {"accuracy": 0.5, "flops": 3}, {"op": "x"})], 1)
 
 
 def test_damaged_lines_are_counted_and_change_nothing() -> None:
@@ -330,21 +324,7 @@ def test_damaged_lines_are_counted_and_change_nothing() -> None:
     bad = [b"{", b"[]", *odd, b"\xff\xfe", b"x" * 99999]
     found = scores(*bad, b"", line("a", "nan"), line("b", 0.5))
     assert found.damaged == len(bad)
-    assert [one.id for one in found.of("x")[0]] == ["a", "b"]
-
-
-def test_a_long_file_of_scores_is_read_in_little_memory(tmp_path: Path) -> None:
-    path, count = tmp_path / "scores.jsonl", 6_000
-    with open(path, "wb") as file:
-        for at in range(count):
-            file.write(line(f"{at:016x}", at / count, values={"op": at % 7}, costs={"flops": at}) + b"\n")
-    fold = SummaryCache(ScoredSubnets)
-    tracemalloc.start()
-    points, seen = fold.query(path, lambda scores: scores.of("x"))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert (len(points), seen) == (SCORED, count)
-    assert peak < 8 * 2**20
+    assert [one.id for one in found.of("x").points()] == ["a", "b"]
 
 
 CHOICES = [{"name": "a", "options": ["x", "y"]}, {"name": "b", "options": [1, 2, 3]}]
@@ -432,20 +412,3 @@ def test_many_options_are_shown_at_fewer_steps() -> None:
     found = history.to_json()
     assert found is not None
     assert len(json.dumps(found)) < 400_000
-
-
-def test_a_long_file_of_mixtures_is_read_in_little_memory(tmp_path: Path) -> None:
-    path, count = tmp_path / "events.jsonl", 10_000
-    with open(path, "wb") as file:
-        file.write(json.dumps(started()).encode() + b"\n")
-        for at in range(count):
-            file.write(json.dumps(step(at, 0.25, 0.75, 0.1, 0.2, 0.7)).encode() + b"\n")
-    tracemalloc.start()
-    found = probabilities(tmp_path)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert found is not None
-    assert 200 < len(found["steps"]) <= STEPS
-    assert found["steps"][-1] > 0.99 * count
-    assert found["choices"][0]["values"][1] == [0.75] * len(found["steps"])
-    assert peak < 8 * 2**20

@@ -8,9 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,8 @@ import httpx
 import pytest
 
 from weft.runs import Run
-from weft.serve.library import Library
-from weft.serve.server import Changes, listen, make_server
 
-Serve = Callable[..., httpx.Client]
+Served = Callable[..., AbstractContextManager[httpx.Client]]
 
 
 @pytest.fixture
@@ -39,37 +36,27 @@ def made(root: Path, name: str, steps: int = 3) -> Run:
     return run
 
 
-@contextmanager
-def served(root: Path, token: str | None = None, host: str = "127.0.0.1") -> Iterator[httpx.Client]:
-    listener = listen(host, 0)
-    port = listener.getsockname()[1]
-    server = make_server(listener, Library.under(root), token)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+@pytest.fixture
+def served(serving: Callable[..., Any]) -> Served:
+    """`with served(root, token, host) as client`."""
+
+    @contextmanager
+    def ask(root: Path, token: str | None = None, host: str = "127.0.0.1") -> Iterator[httpx.Client]:
+        with serving(root, token=token, host=host) as address, httpx.Client(base_url=address, timeout=20) as client:
             yield client
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        listener.close()
-        assert not thread.is_alive()
+
+    return ask
 
 
 @pytest.fixture
-def client(root: Path) -> Iterator[httpx.Client]:
+def client(root: Path, served: Served) -> Iterator[httpx.Client]:
     with served(root) as client:
         yield client
 
 
-def events(lines: Iterator[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The events of a stream, each with its number."""
-    at = -1
-    for line in lines:
-        if line.startswith("id: "):
-            at = int(line[4:])
-        elif line.startswith("data: "):
-            yield at, json.loads(line[6:])
+def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """The events of a stream."""
+    return (json.loads(line[6:]) for line in lines if line.startswith("data: "))
 
 
 def test_documents_and_the_page_are_given(client: httpx.Client) -> None:
@@ -167,7 +154,7 @@ def test_the_browser_may_load_nothing_from_elsewhere(client: httpx.Client) -> No
         assert "access-control-allow-origin" not in headers
 
 
-def test_with_a_token_nothing_is_answered_without_it(root: Path) -> None:
+def test_with_a_token_nothing_is_answered_without_it(root: Path, served: Served) -> None:
     with served(root, "a-long-token", "0.0.0.0") as client:
         wrong: list[dict[str, Any]] = [
             {},
@@ -188,7 +175,7 @@ def test_with_a_token_nothing_is_answered_without_it(root: Path) -> None:
         assert not client.cookies
 
 
-def test_a_token_in_the_address_is_given_once_and_then_kept_in_a_cookie(root: Path) -> None:
+def test_a_token_in_the_address_is_given_once_and_then_kept_in_a_cookie(root: Path, served: Served) -> None:
     with served(root, "a-long-token", "0.0.0.0") as client:
         first = client.get("/", params={"token": "a-long-token", "a": "b"})
         assert (first.status_code, first.headers["location"]) == (303, "/?a=b")
@@ -205,22 +192,14 @@ def test_a_change_is_told_to_who_listens(client: httpx.Client, root: Path) -> No
     with client.stream("GET", "/api/stream") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         changes = events(answer.iter_lines())
-        assert [next(changes)[1], next(changes)[1]] == [{"runs": True}, {"run": "conv", "revision": 1}]
+        assert [next(changes), next(changes)] == [{"runs": True}, {"run": "conv"}]
         run = Run.open(root / "conv")
         run.events.append("step", step=3, loss=0.5)
         run.events.close()
-        at, change = next(changes)
-        assert change == {"run": "conv", "revision": 2}
+        assert next(changes) == {"run": "conv"}
         made(root, "second")
-        news = [next(changes), next(changes)]
-        assert news[0][1] == {"runs": True}
-        assert news[1][1]["run"] == "second"
-        assert news[0][0] == at + 1
-    with client.stream("GET", "/api/stream", headers={"Last-Event-ID": str(at)}) as answer:
-        again = events(answer.iter_lines())
-        assert [next(again), next(again)] == news
-    with client.stream("GET", "/api/stream", headers={"Last-Event-ID": "12"}) as answer:
-        assert next(events(answer.iter_lines()))[1] == {"runs": True}  # of another server: all may have changed
+        assert next(changes) == {"runs": True}
+        assert next(changes) == {"run": "second"}
 
 
 WRITER = """
@@ -257,19 +236,3 @@ def test_a_run_is_followed_until_it_is_killed(client: httpx.Client, root: Path) 
     finally:
         writer.kill()
         writer.wait()
-
-
-def test_changes_are_numbered_without_gaps_and_old_ones_forgotten(root: Path) -> None:
-    changes = Changes(Library.under(root))
-    changes.record({"conv": "0"}, "")
-    start = changes.since(None)[-1][0]
-    for at in range(1, 1500):
-        changes.record({"conv": str(at)}, "")
-    assert changes.since(start + 1499) == []
-    assert [at for at, _ in changes.since(start + 1400)] == list(range(start + 1401, start + 1500))
-    assert changes.since(start + 10)[0] == (start + 1499, {"runs": True})  # too long ago
-    assert changes.since(start + 99_999)[0][1] == {"runs": True}
-    changes.record({"conv": "1499", "new": "0"}, "")
-    assert [change for _, change in changes.since(start + 1499)] == [{"runs": True}, {"run": "new", "revision": 1}]
-    changes.record({}, "plans")
-    assert [change for _, change in changes.since(start + 1501)] == [{"runs": True}]

@@ -1,4 +1,4 @@
-"""A study from its events and from its result, which agree; and its jobs as bars on lanes."""
+"""A study from its events, and its jobs as bars on lanes."""
 
 from __future__ import annotations
 
@@ -150,19 +150,6 @@ def test_devices_have_their_memory_and_each_attempt_as_a_bar(run: Path) -> None:
             assert all(one["end"] <= bar["start"] or bar["end"] <= one["start"] for one in beside)
 
 
-def test_without_its_events_a_study_is_shown_by_its_result(run: Path) -> None:
-    before = studies.document(run)
-    (run / "study.db").unlink()  # which is not read
-    assert studies.document(run) == before
-    (run / "events.jsonl").unlink()
-    found = studies.document(run)
-    for trial, other in zip(found["trials"], before["trials"], strict=True):
-        assert {**trial, "reports": [], "devices": []} == {**other, "reports": [], "devices": []}
-    assert found["objectives"] == before["objectives"]
-    assert found["importances"]["quality"][0][0] == before["importances"]["quality"][0][0]
-    assert {one["name"] for one in found["parameters"]} == {"lr", "width", "depth", "kind"}
-
-
 def test_damaged_lines_are_skipped_and_counted(run: Path) -> None:
     before = studies.document(run)
     lines = (run / "events.jsonl").read_bytes().splitlines()
@@ -278,11 +265,6 @@ spans = st.lists(
 )
 
 
-def test_a_job_takes_the_first_lane_that_is_free_when_it_starts() -> None:
-    assert assign_lanes([(0, 4), (1, 2), (2, 5), (4, 6), (4, None), (9, 10)]) == [0, 1, 1, 0, 2, 0]
-    assert assign_lanes([]) == []
-
-
 @given(spans)
 def test_no_two_of_a_lane_overlap_and_no_lane_is_taken_without_need(spans: list[tuple[float, float | None]]) -> None:
     lanes = assign_lanes(spans)
@@ -372,8 +354,6 @@ def test_devices_of_one_name_are_numbered_by_their_places() -> None:
     found = events(DEVICES, *proposed(0, 1), placed("a", 0), placed("b", 1, places=[1]))
     assert found.devices == {"local/cpu": GIB, "local/cpu (2)": None}
     assert [bar.devices for bar in found.running.values()] == [["local/cpu"], ["local/cpu (2)"]]
-    without = {name: value for name, value in placed("c", 2).items() if name != "places"}
-    assert events(*proposed(2), without).running["c"].devices == ["local/cpu"]
 
 
 def test_a_pruned_trial_has_the_values_of_its_last_report_and_a_failed_one_none() -> None:

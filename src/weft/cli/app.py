@@ -16,9 +16,8 @@ from weft import __version__
 from weft.cli.demo import demo
 from weft.cli.output import console, errors
 from weft.cli.plan import calibrate, plan
-from weft.cli.runs import runs, zoo
 from weft.cli.search import export, search
-from weft.cli.serve import report, serve
+from weft.cli.serve import report, runs, serve, zoo
 from weft.cli.simulate import simulate, trace
 from weft.cli.train import train, verify
 from weft.cli.tune import tune

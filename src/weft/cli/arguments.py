@@ -26,8 +26,7 @@ def read_target(target: str, context: typer.Context, more: Sequence[str] = ()) -
 
     if target.startswith("--"):
         raise ConfigError(f"'{target}' stands where the config is expected: the config comes first, then its settings")
-    known = [option for parameter in context.command.params for option in parameter.opts if option[:2] == "--"]
-    settings = [_from_here(setting) for setting in joined(context.args, [*known, "--help"])]
+    settings = [_from_here(setting) for setting in settings_of(context)]
     path = Path(target)
     if path.is_dir():
         from weft.runs import Run
@@ -45,6 +44,12 @@ def read_target(target: str, context: typer.Context, more: Sequence[str] = ()) -
     if config.run.name is None:
         config = read_config(path, [*settings, *more, f"--run.name={path.stem}"])
     return config, path.parent
+
+
+def settings_of(context: typer.Context) -> list[str]:
+    """The settings among the words after a verb; ConfigError for a word that is none."""
+    known = [option for parameter in context.command.params for option in parameter.opts if option[:2] == "--"]
+    return joined(context.args, [*known, "--help"])
 
 
 def joined(words: Sequence[str], options: Sequence[str] = ()) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct
 from msgspec.structs import replace
 
 from weft import zoo
@@ -34,7 +35,7 @@ def supernet_of(config: Config, folder: Path, data: Data | None = None) -> Chain
     A function that takes a ``vocabulary`` gets the size of the data's, unless the config gives one; the data is read
     for that if it is not at hand.
     """
-    source = _source(config.supernet)
+    source = NamedSource(config.supernet) if isinstance(config.supernet, str) else config.supernet
     found = import_object(source.source, folder) if ":" in source.source else zoo.find(source.source)
     if isinstance(found, Chain):
         return found
@@ -42,7 +43,7 @@ def supernet_of(config: Config, folder: Path, data: Data | None = None) -> Chain
         raise ConfigError(
             f"supernet '{source.source}' is {type(found).__name__}: it must be a Chain or a function that makes one"
         )
-    if "vocabulary" in _parameters(found) and "vocabulary" not in source.options:
+    if "vocabulary" in inspect.signature(found).parameters and "vocabulary" not in source.options:
         size = (data or data_of(config, folder)).info.get("size")
         if isinstance(size, int):
             source = replace(source, options={**source.options, "vocabulary": size})
@@ -96,19 +97,15 @@ def train_parts(config: Config, folder: Path) -> Parts:
 def _run(config: Config, folder: Path) -> RunConfig:
     run = values_of(config.run)
     metrics = (run["metrics"],) if isinstance(run["metrics"], str) else run["metrics"]
-    validation = run["validation"]
     run["metrics"] = {spec.rpartition(":")[2]: _function("run.metrics", spec, folder) for spec in metrics}
-    run["validation"] = (
-        validation if validation is None or isinstance(validation, int) else Validation(**values_of(validation))
-    )
+    if isinstance(run["validation"], Struct):
+        run["validation"] = Validation(**values_of(run["validation"]))
     return RunConfig(**run, source={**to_dict(config), "folder": str(folder.resolve())})
 
 
 def gradient_search(config: Config) -> GradientSearchConfig:
     """The options of a search by a gradient method."""
     s = config.search
-    if s.weight_warmup_steps is not None and s.weight_warmup_steps < 0:
-        raise ConfigError(f"search.weight_warmup_steps is 0 or more, not {s.weight_warmup_steps}")
     if s.rate is not None and not s.rate > 0:
         raise ConfigError(f"search.rate is above 0, not {s.rate}")
     default = Bilevel().optimizer
@@ -145,21 +142,10 @@ def open_trained(config: Config, folder: Path) -> TrainedRun:
     return load_run(path, supernet_of(config, folder, data), data, **fields, metrics=run.metrics)
 
 
-def _source(value: str | NamedSource) -> NamedSource:
-    return NamedSource(value) if isinstance(value, str) else value
-
-
 def _beside(path: str, folder: Path) -> str:
     """The path from the config's folder, where that leads to something; else as it is."""
     beside = folder / Path(path).expanduser()
     return str(beside) if beside.exists() else path
-
-
-def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some functions that are not written in Python have no signature
-        return {}
 
 
 def _check_options(what: str, function: Callable[..., Any], source: NamedSource) -> None:
@@ -167,8 +153,6 @@ def _check_options(what: str, function: Callable[..., Any], source: NamedSource)
         inspect.signature(function).bind(**source.options)
     except TypeError as problem:
         raise ConfigError(f"{what}.options do not fit '{source.source}': {problem}") from None
-    except ValueError:  # some functions that are not written in Python have no signature
-        return
 
 
 def _optimizer(options: Mapping[str, Any], folder: Path) -> Optimizer:
@@ -186,14 +170,10 @@ def _optimizer(options: Mapping[str, Any], folder: Path) -> Optimizer:
         if not isinstance(given["others"], dict):
             raise ConfigError('optimizer.others must be a table, such as {kind = "adamw", lr = 1e-3}')
         given["others"] = _optimizer(given["others"], folder)
-    if "schedule" in given:
-        given["schedule"] = _schedule(str(given["schedule"]), folder)
+    schedule = str(given.get("schedule", ""))
+    if ":" in schedule and not is_named(schedule):  # cosine:0.1 is a schedule and where it ends
+        given["schedule"] = _made("optimizer.schedule", schedule, folder)
     return Optimizer(kind, **given)
-
-
-def _schedule(spec: str, folder: Path) -> Any:
-    # A colon separates code from its module, and in cosine:0.1 a schedule from where it ends.
-    return _made("optimizer.schedule", spec, folder) if ":" in spec and not is_named(spec) else spec
 
 
 def _function(key: str, spec: str, folder: Path) -> Any:

@@ -41,13 +41,20 @@ SHARED = "lagged(2)"
 does badly under SGD with momentum, and a longer lag costs accuracy, which this one does not."""
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """One thread, as each stage has: fingerprints depend on it, and small networks gain nothing from more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_one_thread()
 def run_demo(runs: Path, console: Console, steps: int = 2000, budget: int = 120) -> dict[str, Any]:
     """Runs the demo and returns what it printed, as plain values."""
-    with _one_thread():
-        return _run(runs, console, steps, budget)
-
-
-def _run(runs: Path, console: Console, steps: int, budget: int) -> dict[str, Any]:
     began = time.perf_counter()
     data = digits()
     subnets = digits_conv().space.size()
@@ -142,17 +149,6 @@ def _train(console: Console, steps: int, stages: int, runs: Path, name: str) -> 
     seconds = time.perf_counter() - began
     rows = summary(read_traces(trained.path))["stages"] if stages > 1 else []
     return trained, [stage["busy_share"] for stage in rows], seconds
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """One thread, as each stage has: fingerprints depend on it, and small networks gain nothing from more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _say(console: Console, title: str, text: str) -> None:

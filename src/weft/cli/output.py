@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.utils.units import format_bytes
-from weft.zoo.catalog import Entry
 
 
 def facts(console: Console, values: Mapping[str, Any], title: str) -> None:
@@ -26,28 +25,6 @@ def facts(console: Console, values: Mapping[str, Any], title: str) -> None:
         shown = format_bytes(value) if name.startswith("memory") and isinstance(value, int) else value
         table.add_row(name.replace("_", " "), f"{shown:,}" if isinstance(shown, int) else str(shown))
     console.print(table)
-
-
-def zoo(console: Console, entries: Iterable[Entry]) -> None:
-    """The spaces of the zoo."""
-    table = Table("supernet", "subnets", "choices", "parameters", "")
-    for column in table.columns[1:4]:
-        column.justify = "right"
-    for entry in entries:
-        subnets = "too many" if entry.subnets is None else count(entry.subnets)
-        ends = " to ".join("?" if end is None else f"{end:,}" for end in (entry.smallest, entry.largest))
-        table.add_row(entry.name, subnets, str(entry.choices), ends, entry.about)
-    console.print(table)
-
-
-def count(number: int) -> str:
-    """Exact below a million.
-
-    >>> count(6561), count(1791153), count(21758655492572485851)
-    ('6,561', '1.79e6', '2.18e19')
-    """
-    digits, _, power = f"{number:.2e}".partition("e+")
-    return f"{number:,}" if number < 1_000_000 else f"{digits}e{int(power)}"
 
 
 def mixture(console: Console, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -128,9 +105,8 @@ def show(values: Mapping[str, Any], as_json: bool, title: str) -> None:
     """Names and values: as a table for a person, or as JSON."""
     if as_json:
         print_json(values)
-        return
-
-    facts(console, values, title)
+    else:
+        facts(console, values, title)
 
 
 def print_json(value: Any) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from weft.cli.arguments import AsJson, joined, read_target
+from weft.cli.arguments import AsJson, read_target, settings_of
 from weft.cli.output import console, print_json, show
 from weft.errors import ConfigError, PlanError, nearest
 from weft.utils.units import format_bytes
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from weft.plan.chain import ChainPlan
     from weft.plan.plan import Plan
     from weft.supernet import Chain
-
-_RENAMED = {"--keep": "--constrain", "--load": "--from-plan", "--seconds": "--time-limit"}
 
 Subject = tuple["nn.Module", Any, Any]
 """A model, a batch that it takes, and a loss or None."""
@@ -199,11 +197,7 @@ def plan(
         assert devices is not None
         _plan_supernet(model, context, machine or "h100", devices, dtype, as_json)
         return
-    for word in context.args:
-        if now := _RENAMED.get(word.partition("=")[0]):
-            raise ConfigError(f"'{word.partition('=')[0]}' is now '{now}'")
-    known = [option for parameter in context.command.params for option in parameter.opts if option[:2] == "--"]
-    if settings := joined(context.args, [*known, "--help"]):
+    if settings := settings_of(context):
         raise ConfigError(f"'{settings[0]}' is a setting of a config.toml, and '{model}' is none")
     file = path_of(save, Path()) if save else None
     net, example, loss = subject(model, batch, length, Path())

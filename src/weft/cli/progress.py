@@ -33,6 +33,7 @@ class Bar:
         )
         self._task = self._progress.add_task(title, total=total, note="")
         self._loss: float | None = None
+        self._searches = False
         self._stages = self._bits = self._memory = ""
         self._mixture: npt.NDArray[np.float64] | None = None
         self._moved: tuple[int | None, int] = (None, 0)
@@ -46,20 +47,15 @@ class Bar:
             self._loss = loss if self._loss is None else 0.95 * self._loss + 0.05 * loss
             if "mixture" in event:
                 self._bits = f" | {self._entropy(event['mixture']):.2f} bits"
-            self._progress.update(self._task, completed=event["step"] + 1, note=self._note())
+            note = f"loss {self._loss:.3f}{self._bits}{self._stages}{self._memory}"
+            self._progress.update(self._task, completed=event["step"] + 1, note=note)
         elif event["event"] == "pipeline":
             busy = " ".join("-" if share is None else f"{100 * share:.0f}" for share in event["busy"])
             self._stages = f" | busy % {busy} | in flight {' '.join(map(str, event['in_flight']))}"
-
         elif event["event"] == "offload":
             self._memory = _memory(event["stages"], self._moved, event.get("step"))
-            self._moved = (
-                event.get("step"),
-                sum(own["loaded_bytes"] + own["evicted_bytes"] for own in event["stages"]),
-            )
-
-    def _note(self) -> str:
-        return f"loss {self._loss:.3f}{self._bits}{self._stages}{self._memory}"
+            moved = sum(own["loaded_bytes"] + own["evicted_bytes"] for own in event["stages"])
+            self._moved = event.get("step"), moved
 
     def _entropy(self, probabilities: Sequence[float]) -> float:
         """The mean entropy of the choices, averaged over the last steps, since some methods give draws."""
@@ -69,12 +65,11 @@ class Bar:
         # The probabilities of a choice come to 1, so that all of them come to the number of choices.
         return float(-(mean * np.log2(np.maximum(mean, 1e-12))).sum() / mean.sum())
 
-    def begin(self, title: str, total: int) -> None:
-        """The next piece of work."""
-        self._progress.reset(self._task, description=title, total=total, note="")
-
-    def search(self, scored: Scored, cached: bool) -> None:
-        """Sees every score of a search."""
+    def search(self, scored: Scored, cached: bool, budget: int | None = None) -> None:
+        """Sees every score of a search; with a budget, of one that follows a training."""
+        if budget is not None and not self._searches:
+            self._progress.reset(self._task, description="search", total=budget, note="")
+        self._searches = True
         name, value = next(iter(scored.scores.items()))
         self._progress.update(self._task, advance=1, note=f"last {name} {value:.4g}")
 

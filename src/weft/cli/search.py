@@ -6,30 +6,27 @@ import json
 import logging
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+import weft
 from weft.cli import build
 from weft.cli.arguments import AsJson, Target, read_target, resume_hint
-from weft.cli.output import console, errors, print_json, show
+from weft.cli.output import console, errors, facts, mixture, print_json, show
 from weft.cli.progress import Bar
-from weft.config import RENAMED, Config, Search, to_dict
+from weft.config import Config, Search
 from weft.elastic.mixture import choice_options
-from weft.errors import ConfigError, RunError, SearchError, nearest
-from weft.runs import Run
-from weft.search import METHODS, Scored
+from weft.errors import ConfigError, SearchError, nearest
+from weft.search import METHODS
+from weft.search.export import export_subnet
 from weft.search.gradient import GRADIENT_METHODS, GradientSearchResult, search_gradient
 from weft.trainer.config import TrainConfig
-from weft.utils.files import to_json
 
-if TYPE_CHECKING:
-    from weft.config import Config
+log = logging.getLogger("weft")
 
 
 def search(
@@ -70,9 +67,10 @@ def search(
     s, options = settings.search, {"--method": method, "--stages": stages}
     typed = [*context.args, *(f"{option}={value}" for option, value in options.items() if value is not None)]
     typed += [f"--target={one}" for one in target or ()]
-    check_method(s.method)
-    if is_gradient(s.method):
-        warn_unused(s)
+    if s.method is not None and s.method not in (*METHODS, *GRADIENT_METHODS):
+        raise SearchError(f"unknown search method '{s.method}'{nearest(s.method, (*METHODS, *GRADIENT_METHODS))}")
+    _warn_unused(s)
+    if s.method in GRADIENT_METHODS:
         _learn(settings, folder, resume, shlex.join(["weft", "search", config, *typed, "--resume"]), as_json)
         return
     for option, value in {"--target": target, "--resume": resume, "--stages": stages}.items():
@@ -81,11 +79,6 @@ def search(
                 f"{option} is for methods that train, such as --method drnas: '{s.method or 'evolution'}' searches a "
                 f"trained run{', bounded by --search.constraints' if option == '--target' else ''}"
             )
-    warn_unused(s)
-    import weft
-    from weft.cli import build
-    from weft.cli.progress import Bar
-
     trained = build.open_trained(settings, folder)
     try:
         with Bar(errors, "search", s.budget) as bar:
@@ -122,9 +115,6 @@ def export(context: typer.Context, config: Target, as_json: AsJson = False) -> N
     It is the best of the front, or the one that --export.subnet names.
     """
     settings, folder = read_target(config, context)
-    from weft.cli import build
-    from weft.search.export import export_subnet
-
     trained = build.open_trained(settings, folder)
     command = shlex.join(["weft", "export", config, *context.args])
     wanted, searched = settings.export, settings.search
@@ -143,86 +133,45 @@ def export(context: typer.Context, config: Target, as_json: AsJson = False) -> N
 
 def _learn(settings: Config, folder: Path, resume: bool, again: str, as_json: bool) -> None:
     """A search that trains: what it found, or how to go on with it."""
-    from weft.cli import output
-
     with resume_hint(settings.path, again):
-        found = run_gradient_search(settings, folder, resume, errors)
+        found = _run_gradient_search(settings, folder, resume)
     result = result_to_json(found, settings)
     if as_json:
         print_json(result)
         return
     if result["probabilities"] is not None:
-        output.mixture(console, result["probabilities"])
-    names = ("architecture", "run", "steps", "fingerprint")
+        mixture(console, result["probabilities"])
     picked = {
         "perturbation": "in each choice, the option whose removal raises the loss most",
         "likeliest": "in each choice, the most probable option",
     }
-    how = {"picked": picked[result["picked"]]} if result["picked"] else {}
-    scores = {name: f"{value:.6g}" for name, value in result["scores"].items()}
-    output.facts(
-        console, {**how, **{name: result[name] for name in names}, **scores}, f"searched by {result['method']}"
-    )
+    shown = {"picked": picked[result["picked"]]} if result["picked"] else {}
+    shown |= {name: result[name] for name in ("architecture", "run", "steps", "fingerprint")}
+    shown |= {name: f"{value:.6g}" for name, value in result["scores"].items()}
+    facts(console, shown, f"searched by {result['method']}")
     console.print(f"saved in {result['results']}: {', '.join(result['files'])}", soft_wrap=True)
 
 
-# A search that trains, for a person: from a config to what a gradient method found, with its progress on the way.
-
-log = logging.getLogger("weft")
-
-
-def is_gradient(method: str | None) -> bool:
-    """Whether a method trains the supernet itself."""
-    return method in GRADIENT_METHODS
-
-
-def check_method(method: str | None) -> None:
-    """Refuses a method that nobody knows."""
-    if method is not None and method not in (*METHODS, *GRADIENT_METHODS):
-        raise SearchError(f"unknown search method '{method}'{nearest(method, (*METHODS, *GRADIENT_METHODS))}")
-
-
-_GRADIENT_KEYS = ("targets", "weight_warmup_steps", "rate", "pick")
-
-
-def warn_unused(search: Search) -> None:
+def _warn_unused(search: Search) -> None:
     """Warns of settings that the method does not look at."""
-    usual, method, gradient = Search(), search.method, is_gradient(search.method)
-    others = ("maximize", "minimize", "constraints", "seed") if gradient else _GRADIENT_KEYS
-    unused = [f"search.{name}" for name in others if getattr(search, name) != getattr(usual, name)]
+    if search.method in GRADIENT_METHODS:
+        others, instead = ("maximize", "minimize", "constraints", "seed"), "search.targets and train.seed"
+    else:
+        others, instead = ("targets", "weight_warmup_steps", "rate", "pick"), "search.constraints"
+    unused = [f"search.{name}" for name in others if getattr(search, name) != getattr(Search(), name)]
     if unused:
-        instead = "search.targets and train.seed" if gradient else "search.constraints"
-        log.warning("'%s' does not look at %s, but at %s", method or "evolution", ", ".join(unused), instead)
+        method = search.method or "evolution"
+        log.warning("'%s' does not look at %s, but at %s", method, ", ".join(unused), instead)
 
 
-def check_resumed(config: Config) -> None:
-    """Refuses to go on with a run that was searched in another way."""
-    path = config.path
-    if not (path / "manifest.json").is_file():
-        return
-    saved, now = Run.open(path).manifest.get("config") or {}, to_json(to_dict(config)["search"])
-    kept = {
-        RENAMED.get(f"search.{name}", name).split(".")[-1]: value for name, value in saved.get("search", {}).items()
-    }
-    before = {**to_json(to_dict(Config(""))["search"]), **kept}
-    for name in ("method", *_GRADIENT_KEYS[:-1]):
-        if saved and before[name] != now[name]:
-            raise RunError(
-                f"run '{path.name}' was made with search.{name} = {before[name]}, now it is {now[name]}: "
-                "resume it as it was, or choose another name"
-            )
-
-
-def run_gradient_search(config: Config, folder: Path, resume: bool, console: Console) -> GradientSearchResult:
+def _run_gradient_search(config: Config, folder: Path, resume: bool) -> GradientSearchResult:
     """Trains and searches as the config says."""
-    if resume:
-        check_resumed(config)
     build.set_threads(config)
     net, data = build.supernet_of(config, folder), build.data_of(config, folder)
     train, execution, run = build.train_parts(config, folder)
     train = replace(train, stream=TrainConfig.stream)  # that of the config is for `weft train`; a method has its own
     load = data if (execution.stages or 1) == 1 else partial(build.data_of, config, folder.resolve())
-    with Bar(console, "search", config.train.steps, "steps") as bar:
+    with Bar(errors, "search", config.train.steps, "steps") as bar:
         return search_gradient(
             net,
             load,
@@ -232,31 +181,29 @@ def run_gradient_search(config: Config, folder: Path, resume: bool, console: Con
             run=run,
             callbacks=[bar.train],
             resume=resume,
-            on_score=_scores(bar, config.search.budget),
+            on_score=partial(bar.search, budget=config.search.budget),
         )
 
 
 def result_to_json(found: GradientSearchResult, config: Config) -> dict[str, Any]:
     """What was found, as plain values."""
-    trained, s = found.trained, config.search
-    results = trained.path / "results" / s.name
-    space, mixture = trained.chain.space, found.mixture
-    rows = None
+    trained, mixture = found.trained, found.mixture
+    results, rows = trained.path / "results" / config.search.name, None
     if mixture is not None:
-        bits = {name: max(0.0, float(entropy)) for name, entropy in mixture.entropies().items()}
+        bits = mixture.entropies()
         rows = [
             {
                 "choice": name,
                 "found": found.subnet.values.get(name),
-                "bits": bits[name],
-                "options": list(choice_options(space, name)),
+                "bits": max(0.0, float(bits[name])),
+                "options": list(choice_options(trained.chain.space, name)),
                 "probabilities": [float(p) for p in mixture[name]],
             }
             for name in mixture.names
         ]
     return {
         "run": str(trained.path),
-        "method": s.method,
+        "method": config.search.method,
         "steps": config.train.steps,
         "fingerprint": trained.fingerprint,
         "architecture": str(found.subnet),
@@ -267,17 +214,3 @@ def result_to_json(found: GradientSearchResult, config: Config) -> dict[str, Any
         "results": str(results),
         "files": sorted(path.name for path in results.iterdir() if path.suffix in (".json", ".csv")),
     }
-
-
-def _scores(bar: Bar, budget: int) -> Callable[[Scored, bool], None]:
-    """Shows the evolution that follows a training by samples."""
-    began = False
-
-    def see(scored: Scored, cached: bool) -> None:
-        nonlocal began
-        if not began:
-            bar.begin("search", budget)
-            began = True
-        bar.search(scored, cached)
-
-    return see

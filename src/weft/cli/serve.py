@@ -1,18 +1,25 @@
-"""The verbs that show runs: `serve`, a page that follows them, and `report`, a file that opens from disk."""
+"""The verbs that show what is there: `runs`, `serve`, a page that follows them, `report`, a file, and the `zoo`."""
 
 from __future__ import annotations
 
 import re
 import secrets
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from weft.cli.arguments import AsJson
 from weft.cli.output import console, errors, print_json
-from weft.errors import ConfigError
+from weft.errors import ConfigError, install_extra
+from weft.runs import list_runs
+from weft.serve.library import Library
+from weft.serve.report import write_report
+from weft.zoo import SUPERNETS
+from weft.zoo.catalog import catalogue
 
 SHORTEST = 8
 """The least characters of a token."""
@@ -34,13 +41,13 @@ def serve(
 
     Ctrl-C ends it.
     """
-    from weft.serve.server import require_serve
-
-    require_serve()
-    from weft.serve.library import Library
-    from weft.serve.server import address, is_loopback, listen, serve_on
-
-    root = _root(runs)
+    try:
+        from weft.serve.server import address, is_loopback, listen, make_server
+    except ImportError as problem:
+        raise ConfigError(f"weft serve needs {problem.name}: {install_extra('serve')}") from None
+    root = _directory(runs)
+    if (root / "manifest.json").is_file():
+        raise ConfigError(f"'{runs}' is a run: serve the directory that holds it (weft serve {root.resolve().parent})")
     if token is not None and not re.fullmatch(rf"[A-Za-z0-9._~-]{{{SHORTEST},}}", token):
         raise ConfigError(
             f"--token needs {SHORTEST} or more characters, each a letter, a digit or one of . _ ~ -; "
@@ -63,7 +70,12 @@ def serve(
 
         if not webbrowser.open(place):
             errors.print("no browser was found: open the address yourself")
-    serve_on(listener, library, token)
+    try:
+        make_server(listener, library, token).run(sockets=[listener])
+    except KeyboardInterrupt:  # which uvicorn passes on when all is closed
+        pass
+    finally:
+        listener.close()
 
 
 def report(
@@ -77,8 +89,6 @@ def report(
 
     It is the page of weft serve with all its data inside.
     """
-    from weft.serve.report import write_report
-
     file = write_report([Path(run) for run in runs], None if out is None else Path(out))
     if as_json:
         print_json({"report": str(file), "runs": runs, "bytes": file.stat().st_size})
@@ -86,10 +96,55 @@ def report(
         console.print(f"written to {file}: open it in a browser", soft_wrap=True)
 
 
-def _root(runs: str) -> Path:
+def _directory(runs: str) -> Path:
     root = Path(runs)
-    if (root / "manifest.json").is_file():
-        raise ConfigError(f"'{runs}' is a run: serve the directory that holds it (weft serve {root.resolve().parent})")
     if root.exists() and not root.is_dir():
         raise ConfigError(f"'{runs}' is not a directory: name the one that holds the runs")
     return root
+
+
+def runs(
+    folder: Annotated[str, typer.Argument(help="The directory that holds the runs.")] = "runs", as_json: AsJson = False
+) -> None:
+    """List the runs: state, progress, loss."""
+    found = list_runs(_directory(folder))
+    if as_json:
+        print_json([asdict(run) for run in found])
+        return
+    if not found:
+        console.print(f"no runs in {folder} yet: try `weft demo`", soft_wrap=True)
+        return
+    table = Table("run", "state", "steps", "loss", "created")
+    for run in found:
+        loss = "" if run.loss is None else f"{run.loss:.4f}"
+        table.add_row(run.name, run.state, f"{run.done}/{run.total or '?'}", loss, run.created or "")
+    console.print(table)
+
+
+def zoo(as_json: AsJson = False) -> None:
+    """List the ready-made spaces of the zoo.
+
+    Prints how many subnets each has, of how many choices, and the parameters of the smallest and the largest one.
+    """
+    entries = list(catalogue(SUPERNETS))
+    if as_json:
+        print_json([asdict(entry) for entry in entries])
+        return
+    table = Table("supernet", "subnets", "choices", "parameters", "")
+    for column in table.columns[1:4]:
+        column.justify = "right"
+    for entry in entries:
+        subnets = "too many" if entry.subnets is None else count(entry.subnets)
+        ends = " to ".join("?" if end is None else f"{end:,}" for end in (entry.smallest, entry.largest))
+        table.add_row(entry.name, subnets, str(entry.choices), ends, entry.about)
+    console.print(table)
+
+
+def count(number: int) -> str:
+    """Exact below a million.
+
+    >>> count(6561), count(1791153), count(21758655492572485851)
+    ('6,561', '1.79e6', '2.18e19')
+    """
+    digits, _, power = f"{number:.2e}".partition("e+")
+    return f"{number:,}" if number < 1_000_000 else f"{digits}e{int(power)}"

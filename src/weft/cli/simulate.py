@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from weft.cli import build
 from weft.cli.arguments import AsJson, Target, read_target, stage_counts
-from weft.cli.output import console, print_json
+from weft.cli.output import console, print_json, simulated, traced_stages
 from weft.data import Data, Loader
 from weft.data.loader import split_batch
 from weft.engine.consistency import Bounded, Consistency, Exact, Lagged
@@ -20,15 +22,18 @@ from weft.errors import ConfigError, ConsistencyError, WeftError, nearest
 from weft.pipeline import simulator
 from weft.pipeline.profiler import message_bytes, profile_chain
 from weft.pipeline.scheduler import SchedulePolicy
-from weft.pipeline.simulator import Simulated, jitter
+from weft.pipeline.simulator import jitter
 from weft.pipeline.workload import Workload, chain_workload
+from weft.runs import Run
 from weft.space import make_stream
 from weft.supernet import Chain, Factory, initialise
 from weft.supernet.partition import Cut
+from weft.trace.analysis import summary
+from weft.trace.perfetto import perfetto
+from weft.trace.reader import read_traces
 from weft.trainer.config import TrainConfig, resolve
 from weft.trainer.partitioning import choose_cut, default_in_flight
-
-Profile = Mapping[Hashable, tuple[float, float]]
+from weft.utils.files import write_atomic
 
 ENOUGH = 0.05
 """A steady bubble below this needs no advice, and a change that gains less is none."""
@@ -65,50 +70,51 @@ def simulate_run(
     sizes = None if bandwidth is None else message_bytes(chain, batch)
 
     def work_of(changed: TrainStep, finer: int = 1) -> Workload:
-        return _work(chain, changed, min(steps, resolved.steps), profile, sizes, finer)
+        """Of the config, with every micro-batch cut into ``finer`` ones that cost as much together."""
+        costs = {layer: (forward / finer, backward / finer) for layer, (forward, backward) in profile.items()}
+        parts = None if sizes is None else [size / finer for size in sizes]
+        m, count = changed.microbatches * finer, min(steps, resolved.steps)
+        return chain_workload(chain, changed.stream, changed.consistency, m, count, costs, parts)
 
     work = work_of(resolved)
     short = replace(work, steps=min(work.steps, CUT_STEPS))
     vary = jitter(resolved.seed, spread) if spread else None
-    rows: list[dict[str, Any]] = []
-    advice: list[dict[str, Any]] = []
     slow = slow or {}
     if any(not 0 <= stage < max(stages) for stage in slow):
         raise ConsistencyError(f"slow stages {sorted(slow)}: stages are numbered from 0 to {max(stages) - 1}")
-    for count in stages:
-        if not 1 <= count <= work.blocks:
-            note = f"the chain has {work.blocks} blocks: use 1 to {work.blocks} stages"
-            rows.append({"stages": count, "note": note})
-            continue
+
+    def run(count: int, changed: Workload, cut: Cut | None = None, limit: int | None = max_in_flight) -> dict[str, Any]:
+        cut = choose_cut(changed, count, cut)
+        policies = [SchedulePolicy(own) for own in default_in_flight(changed, cut, limit)]
         speeds = [slow.get(stage, 1.0) for stage in range(count)]
+        result = simulator.simulate(changed, cut, policies, latency, vary, False, bandwidth=bandwidth, speeds=speeds)
+        return {
+            "stages": result.stages,
+            "time_per_step": result.time / result.steps,
+            "speedup": result.speedup,
+            "bubble": result.bubble,
+            "steady_bubble": result.steady_bubble,
+            "peak_in_flight": max(result.peak),
+            "cut": list(cut),
+            "max_in_flight": max(policy.max_in_flight for policy in policies),
+        }
 
-        def run(
-            changed: Workload,
-            cut: Cut | None = None,
-            limit: int | None = max_in_flight,
-            count: int = count,
-            speeds: list[float] = speeds,
-        ) -> dict[str, Any]:
-            cut = choose_cut(changed, count, cut)
-            policies = [SchedulePolicy(own) for own in default_in_flight(changed, cut, limit)]
-            result = simulator.simulate(
-                changed, cut, policies, latency, vary, False, bandwidth=bandwidth, speeds=speeds
-            )
-            return {**_row(result), "cut": list(cut), "max_in_flight": max(policy.max_in_flight for policy in policies)}
+    def advise(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        count = row["stages"]
+        tried = [{**run(count, other), "change": change} for change, other in _changes(chain, resolved, work_of, count)]
+        for limit in (2 * row["max_in_flight"], 4 * row["max_in_flight"]):
+            tried.append({**run(count, work, limit=limit), "change": f"max_in_flight = {limit}"})
+        cut = better_cut(tuple(row["cut"]), work.blocks, lambda cut: run(count, short, cut)["speedup"])
+        tried.append({**run(count, work, cut), "change": f"cut = {' '.join(map(str, cut))}"})
+        helps = [other for other in tried if other["speedup"] > (1 + ENOUGH) * row["speedup"]]
+        return sorted(helps, key=itemgetter("speedup"), reverse=True)
 
-        def worth(cut: Cut, run: Callable[..., dict[str, Any]] = run) -> float:
-            return _speedup(run(short, cut))
-
-        row = run(work)
-        rows.append(row)
-        if row["steady_bubble"] > ENOUGH:
-            tried = [{**run(other), "change": change} for change, other in _changes(chain, resolved, work_of, count)]
-            wider = [k * row["max_in_flight"] for k in (2, 4)]
-            tried += [{**run(work, limit=limit), "change": f"max_in_flight = {limit}"} for limit in wider]
-            cut = better_cut(tuple(row["cut"]), work.blocks, worth)
-            tried.append({**run(work, cut), "change": f"cut = {' '.join(str(block) for block in cut)}"})
-            helps = [other for other in tried if _speedup(other) > (1 + ENOUGH) * _speedup(row)]
-            advice = sorted(helps, key=_speedup, reverse=True)
+    none = f"the chain has {work.blocks} blocks: use 1 to {work.blocks} stages"
+    rows: list[dict[str, Any]] = [
+        run(n, work) if 1 <= n <= work.blocks else {"stages": n, "note": none} for n in stages
+    ]
+    waiting = [row for row in rows if row.get("steady_bubble", 0.0) > ENOUGH]
+    advice = advise(waiting[-1]) if waiting else []
     unit = "seconds" if measured else "forwards of one block"
     return {"unit": unit, "stream": resolved.stream.describe(), "steps": work.steps, "rows": rows, "advice": advice}
 
@@ -127,36 +133,6 @@ def better_cut(cut: Cut, blocks: int, value: Callable[[Cut], float]) -> Cut:
         if top <= best * (1 + 1e-6):
             return cut
         best, cut = top, found
-
-
-def _speedup(row: Mapping[str, Any]) -> float:
-    return float(row["speedup"])
-
-
-def _row(result: Simulated) -> dict[str, Any]:
-    return {
-        "stages": result.stages,
-        "time_per_step": result.time / result.steps,
-        "speedup": result.speedup,
-        "bubble": result.bubble,
-        "steady_bubble": result.steady_bubble,
-        "peak_in_flight": max(result.peak),
-    }
-
-
-def _work(
-    chain: Chain,
-    config: TrainStep,
-    steps: int,
-    profile: Profile,
-    sizes: Sequence[float] | None,
-    finer: int,
-) -> Workload:
-    """The workload of the config, with every micro-batch cut into ``finer`` ones that cost as much together."""
-    costs = {layer: (forward / finer, backward / finer) for layer, (forward, backward) in profile.items()}
-    sizes = None if sizes is None else [size / finer for size in sizes]
-    m = config.microbatches * finer
-    return chain_workload(chain, config.stream, config.consistency, m, steps, costs, sizes)
 
 
 def _changes(
@@ -220,9 +196,6 @@ def simulate(
     counts = stage_counts(stages)
     if costs not in ("measured", "equal"):
         raise ConfigError(f"unknown costs '{costs}'{nearest(costs, ('measured', 'equal'))}")
-    from weft.cli import build
-    from weft.cli.output import simulated
-
     build.set_threads(settings)
     data = build.data_of(settings, folder)
     net = build.supernet_of(settings, folder, data)
@@ -260,13 +233,6 @@ def trace(
 
     Reads the traces of a run with --execution.trace=true, and writes a file for ui.perfetto.dev.
     """
-    from weft.cli.output import traced_stages
-    from weft.runs import Run
-    from weft.trace.analysis import summary
-    from weft.trace.perfetto import perfetto
-    from weft.trace.reader import read_traces
-    from weft.utils.files import write_atomic
-
     traced = read_traces(Run.open(run).path)
     found, file = summary(traced), Path(out) if out else Path(run) / "traces" / "trace.json"
     write_atomic(file, json.dumps(perfetto(traced), separators=(",", ":"), allow_nan=False))

@@ -13,9 +13,13 @@ import torch
 import typer
 from torch import Tensor, nn
 
+import weft
+from weft.cli import build
 from weft.cli.arguments import AsJson, Target, read_target, resume_hint, stage_counts
-from weft.cli.output import console, errors, print_json, show
+from weft.cli.output import console, errors, print_json, show, verified
+from weft.cli.progress import Bar
 from weft.data import Data
+from weft.distributed.env import read_env
 from weft.engine.consistency import Delayed, Lagged, VirtualPipeline, version_schedule
 from weft.engine.optimizer import LayerOptimizer, Optimizer
 from weft.engine.train_step import TrainStep
@@ -25,6 +29,7 @@ from weft.space import Subnet
 from weft.supernet import Chain, Factory, build_on_meta, extract
 from weft.trainer.config import TrainConfig, resolve
 from weft.utils.units import format_bytes
+from weft.verify import verify_run
 
 META = torch.device("meta")
 
@@ -127,11 +132,6 @@ def train(
 ) -> None:
     """Train the supernet that a config names."""
     settings, folder = read_target(config, context, [] if stages is None else [f"--execution.stages={stages}"])
-    import weft
-    from weft.cli import build
-    from weft.cli.progress import Bar
-    from weft.distributed.env import read_env
-
     build.set_threads(settings)
     rank = read_env()
     if rank is not None and rank.rank > 0:  # under torchrun only the first process prints
@@ -196,10 +196,6 @@ def verify(
     """
     settings, folder = read_target(config, context)
     counts = stage_counts(stages)
-    from weft.cli import build
-    from weft.cli.output import verified
-    from weft.verify import verify_run
-
     build.set_threads(settings)
     net, load = build.supernet_of(settings, folder), partial(build.data_of, settings, folder.resolve())
     parts = build.train_parts(settings, folder)

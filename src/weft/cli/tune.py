@@ -15,7 +15,7 @@ import typer
 from torch import nn
 
 from weft.cli import build
-from weft.cli.arguments import AsJson, joined
+from weft.cli.arguments import AsJson, settings_of
 from weft.cli.output import console, errors, print_json, results_alone
 from weft.config import (
     Config,
@@ -233,9 +233,8 @@ def tune_arguments(config: StudyFile, folder: Path) -> tuple[Any, Space, StudyCo
 
 
 def _recipe(config: StudyFile, t: RecipeTable, folder: Path) -> tuple[Recipe, Chain | None]:
-    source = "digits-conv" if config.supernet is None else config.supernet
     plain = Config(
-        supernet=source if isinstance(source, (str, NamedSource)) else str(source),
+        supernet=config.supernet or "digits-conv",
         data=t.data,
         train=Train(loss=t.loss, seed=t.seed),
         run=RunTable(metrics=t.metrics),
@@ -267,21 +266,8 @@ def _recipe(config: StudyFile, t: RecipeTable, folder: Path) -> tuple[Recipe, Ch
     return Recipe(**given), chain
 
 
-_PLAIN = (
-    *("steps", "batch_size", "optimizer", "optimizer_options", "lr_schedule", "warmup_steps", "precision"),
-    *("report_every", "checkpoint_every", "seed", "microbatch_batchnorm", "cuda_graphs"),
-)
-
-
 def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if given is None else (given,) if isinstance(given, str) else given
-
-
-def plain_values(config: StudyFile, folder: Path) -> dict[str, Any]:
-    """The configuration as plain values, for the study's manifest."""
-    plain: dict[str, Any] = msgspec.to_builtins(config)
-    plain["study"].pop("storage", None)  # it may hold a password
-    return {**plain, "folder": str(folder.resolve())}
 
 
 # The verb that tunes: `tune` runs a study, many trainings at once on the devices there are.
@@ -299,15 +285,15 @@ def tune(
     """
     if config.startswith("--"):
         raise ConfigError(f"'{config}' stands where the config is expected: the config comes first, then its settings")
-
-    known = [option for parameter in context.command.params for option in parameter.opts if option[:2] == "--"]
     path = Path(config)
-    study = read_study(path, joined(context.args, [*known, "--help"]))
+    study = read_study(path, settings_of(context))
     from weft.tune.api import run_study
     from weft.tune.progress import LiveTable, summary
 
     arguments, own = tune_arguments(study, path.parent), study.study
     again = shlex.join(["weft", "tune", config, *context.args, "--resume"])
+    plain = msgspec.to_builtins(study) | {"folder": str(path.parent.resolve())}
+    plain["study"].pop("storage", None)  # it may hold a password
     try:
         with results_alone(), LiveTable(errors) as live:
             found = run_study(
@@ -318,7 +304,7 @@ def tune(
                 resume,
                 own.enqueue,
                 [live.update],
-                plain_values(study, path.parent),
+                plain,
             )
     except KeyboardInterrupt:
         print(f"stopped; every trial that has ended is kept. Go on with: {again}", file=sys.stderr)

@@ -34,10 +34,13 @@ class LogTail:
     Lines of more than ``longest`` bytes are damage: they are skipped, piece by piece, and counted in ``skipped``.
     """
 
-    def __init__(self, path: Path, longest: int | None = None, chunk: int | None = None) -> None:
+    def __init__(self, path: Path, longest: int = LONGEST_LINE, chunk: int = PIECE) -> None:
         self.path = path
+        self._longest, self._chunk = longest, chunk
+        self._begin()
+
+    def _begin(self) -> None:
         self.offset = self.skipped = 0
-        self._longest, self._chunk = longest or LONGEST_LINE, chunk or PIECE
         self._seen: tuple[int, int, int] | None = None
         self._before = b""
         self._skipping = False
@@ -54,7 +57,7 @@ class LogTail:
         # Appending makes a file longer: one of the same length and another time was written anew.
         gone = now is None or now[0] != self._seen[0] or now[1] <= self._seen[1] or not self._goes_on()
         if gone:
-            self.offset, self.skipped, self._seen, self._before, self._skipping = 0, 0, None, b"", False
+            self._begin()
         return gone
 
     def read(self) -> Iterator[tuple[int, bytes]]:
@@ -64,28 +67,24 @@ class LogTail:
             return
         with open(self.path, "rb") as file:
             file.seek(self.offset)
-            held: list[bytes] = []  # the pieces of a line that is longer than a chunk
-            long = 0
-            while self.offset + long < now[1]:  # what is added meanwhile is read the next time
-                data = file.read(min(self._chunk, now[1] - self.offset - long))
-                if not data:
-                    break
+            while self.offset < now[1]:  # what is added meanwhile is read the next time
+                data = file.read(self._chunk)
+                data += b"" if data.endswith(b"\n") else file.readline(self._longest)
                 end = data.rfind(b"\n") + 1
-                held.append(data[:end] if end else data)
-                long += len(held[-1])
-                if end:
-                    at, piece = self.offset, b"".join(held)
-                    self._move(piece)
-                    if self._skipping:
-                        self._skipping = False
-                        self.skipped += 1
-                        piece = piece[piece.find(b"\n") + 1 :]
-                        at = self.offset - len(piece)
+                at, piece, rest = self.offset, data[:end], data[end:]
+                self._move(piece)
+                if piece and self._skipping:
+                    self._skipping = False
+                    self.skipped += 1
+                    piece = piece[piece.find(b"\n") + 1 :]
+                    at = self.offset - len(piece)
+                if piece:
                     yield at, piece
-                    held, long = [data[end:]], len(data) - end
-                elif long > self._longest or self._skipping:
-                    self._move(b"".join(held))
-                    self._skipping, held, long = True, [], 0
+                if len(rest) > self._longest or (rest and self._skipping):
+                    self._move(rest)
+                    self._skipping = True
+                elif rest:
+                    break
         self._seen = now
 
     def _goes_on(self) -> bool:
@@ -152,6 +151,17 @@ class LineSummary:
 
     def add_line(self, line: bytes) -> None:
         """Take in one line; a damaged one changes nothing else."""
+        try:
+            event = msgspec.json.decode(line)  # three times faster than the parser of events
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            event = parse(line)  # Python's parser also takes NaN
+        if isinstance(event, dict):
+            self.add_event(event)
+        elif line.strip():
+            self.damaged += 1
+
+    def add_event(self, event: Mapping[str, Any]) -> None:
+        """Take in one event; fields that are not as weft writes them are ignored."""
         raise NotImplementedError
 
 
@@ -232,16 +242,7 @@ class RunProgress(LineSummary):
         self._before = 0.0  # seconds of earlier sessions
         self._began: float | None = None
 
-    def add_line(self, line: bytes) -> None:
-        """Take in one line of events."""
-        event = _parse(line)
-        if event is not None:
-            self.add_event(event)
-        elif line.strip():
-            self.damaged += 1
-
     def add_event(self, event: Mapping[str, Any]) -> None:
-        """Take in one event; fields that are not as weft writes them are ignored."""
         kind, time = event.get("event"), number(event.get("time"))
         if kind == "started":
             self._start(event, time)
@@ -330,14 +331,6 @@ class RunProgress(LineSummary):
             curve = self.curves[of, name] = Curve()
         curve.add(x, y)
         return True
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        event = msgspec.json.decode(line)  # three times faster than the parser of events
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return parse(line)  # Python's parser also takes NaN
-    return event if isinstance(event, dict) else None
 
 
 _events = SummaryCache(RunProgress)

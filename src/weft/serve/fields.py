@@ -49,11 +49,6 @@ def finite(value: object) -> float | None:
     return found if found is not None and math.isfinite(found) else None
 
 
-def is_number(value: object) -> bool:
-    """Whether a value of a file is a number, which true and false are not."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def mapping(value: object) -> Mapping[str, Any]:
     """A table; an empty one for anything else."""
     return value if isinstance(value, Mapping) else {}

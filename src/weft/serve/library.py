@@ -6,26 +6,26 @@ import hashlib
 import json
 import logging
 import math
-import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from weft.errors import ConfigError, WeftError, nearest
+from weft.errors import WeftError, nearest
 from weft.serve import overview, runs
 from weft.serve.event_log import Lru
+from weft.serve.views import curves, pipeline, plan, search, study
 
 log = logging.getLogger("weft.serve")
 
-VIEWS = ("curves", "pipeline", "search", "tune")
-"""The views of a run."""
+VIEWS: dict[str, Any] = {"curves": curves, "pipeline": pipeline, "search": search, "tune": study}
+"""The views of a run, and the modules that make their documents."""
 
-MODULES = {"tune": "study"}
-"""The modules under weft.serve.views that make their documents, where their names differ."""
+QUERIES = {"pipeline": ("from", "to"), "search": ("name",)}
+"""What each view may be asked for; anything else is ignored."""
 
 
 class NotFound(WeftError):
@@ -38,35 +38,6 @@ class Document:
 
     body: bytes
     tag: str
-
-
-@dataclass(frozen=True, slots=True)
-class RunSource:
-    """The directory of a run, from which its documents are made."""
-
-    path: Path
-
-    def signature(self) -> str:
-        """A text that changes whenever a document would."""
-        return runs.signature(self.path)
-
-    def summary(self, name: str) -> dict[str, Any]:
-        """The line about the run in the list."""
-        with errors_as_weft("the run"):
-            runs.signature(self.path)  # a run with a link that leads out is not read
-            views = [view for view in VIEWS if _present(view, self.path)]
-            return overview.summary(self.path, name, views)
-
-    def details(self) -> dict[str, Any]:
-        """The configuration and the manifest of the run."""
-        return overview.details(self.path)
-
-    def view(self, view: str, query: Mapping[str, Any]) -> dict[str, Any]:
-        """The document of a view."""
-        with errors_as_weft(view):
-            runs.signature(self.path)
-            found: dict[str, Any] = _module(view).document(self.path, **query)
-            return found
 
 
 @contextmanager
@@ -104,49 +75,6 @@ def safe(value: Any) -> Any:
     return safe(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
-def parse_query(view: str, query: Mapping[str, str]) -> dict[str, Any]:
-    """The query of a view; `NotFound` if there is no such view, `ConfigError` if a value cannot be read.
-
-    >>> parse_query("pipeline", {"from": "1.5", "color": "red"})
-    {'from': 1.5}
-    """
-    if view not in VIEWS:
-        raise NotFound(f"there is no view '{view}'{nearest(view, VIEWS)}")
-    known = QUERY.get(view, {})
-    return {name: known[name](value) for name, value in query.items() if name in known}
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ConfigError(f"'{text[:40]}' is no number of seconds: write it like from=1.5")
-    return value
-
-
-QUERY: dict[str, dict[str, Callable[[str], Any]]] = {
-    "pipeline": {"from": _seconds, "to": _seconds},
-    "search": {"name": str},
-}
-"""The queries of each view and how they are read; others are ignored."""
-
-
-def _present(view: str, run: Path) -> bool:
-    try:
-        return bool(_module(view).present(run))
-    except ImportError:
-        raise
-    except Exception:  # the files of this view are damaged; those of others may be good
-        log.debug("%s of '%s' cannot be shown", view, run, exc_info=True)
-        return False
-
-
-def _module(view: str) -> Any:
-    return import_module(f"weft.serve.views.{MODULES.get(view, view)}")
-
-
 MANY = 20
 """With more runs than this, an error suggests no other name."""
 
@@ -164,25 +92,19 @@ def url(address: Address) -> str:
 
 
 class Library:
-    """The documents about the runs that `sources` lists by name, and the plans in `folder`. Threads may share it."""
+    """The documents about the runs that `paths` lists by name, and the plans in `folder`. Threads may share it."""
 
-    def __init__(self, sources: Callable[[], Mapping[str, RunSource]], title: str, folder: Path | None = None) -> None:
+    def __init__(self, paths: Callable[[], Mapping[str, Path]], title: str, folder: Path | None = None) -> None:
         self.title = title
-        self._sources = sources
+        self._paths = paths
         self._plans = folder
         self._made: Lru[Document] = Lru(64)
         self._known: Lru[dict[str, Any]] = Lru(4096)
-        self._revisions: dict[str, tuple[str, int]] = {}
-        self._lock = threading.Lock()
 
     @classmethod
     def under(cls, root: Path) -> Library:
         """The library of all runs in a directory, which may come and go."""
-        return cls(
-            lambda: {name: RunSource(path) for name, path in runs.runs_in(root).items()},
-            str(root),
-            root / "plans",
-        )
+        return cls(lambda: runs.runs_in(root), str(root), root / "plans")
 
     def get(self, address: Address, query: Mapping[str, str] | None = None) -> Document:
         """The document at an address; `NotFound` if there is none, another `WeftError` if it cannot be made."""
@@ -193,16 +115,19 @@ class Library:
                 self._find(name)
                 return self._made.get(address, self._all(), lambda: encode(self._run(name)))
             case ("runs", name, view):
-                source, options = self._find(name), parse_query(view, query or {})
-                key = (*address, *sorted(options.items()))
-                return self._made.get(key, _signature(source), lambda: encode(source.view(view, options)))
+                path = self._find(name)
+                if view not in VIEWS:
+                    raise NotFound(f"there is no view '{view}'{nearest(view, VIEWS)}")
+                options = {word: value for word, value in (query or {}).items() if word in QUERIES.get(view, ())}
+                key, signature = (*address, *sorted(options.items())), runs.signature(path)
+                return self._made.get(key, signature, lambda: encode(self._view(view, path, options)))
             case ("plans", name):
                 return self._made.get(address, self.plans_signature(), lambda: encode(self._plan(name)))
         raise NotFound(f"there is nothing at '{url(address)}'")
 
     def signatures(self) -> dict[str, str]:
         """A text for each run that changes with its files."""
-        return {name: _signature(source) for name, source in self._sources().items()}
+        return {name: _signature(path) for name, path in self._paths().items()}
 
     def plans_signature(self) -> str:
         """A text that changes with the plans."""
@@ -211,63 +136,66 @@ class Library:
         except (WeftError, OSError) as problem:
             return str(problem)
 
-    def revision(self, name: str, signature: str) -> int:
-        """The number of changes of a run that were seen, counted from 1."""
-        with self._lock:
-            before, count = self._revisions.get(name, ("", 0))
-            self._revisions[name] = (signature, count + (signature != before))
-            return self._revisions[name][1]
-
-    def _find(self, name: str) -> RunSource:
-        there = self._sources()
-        if name not in there:  # a name is looked up and never becomes a path
-            raise NotFound(f"there is no run '{name}' here{nearest(name, there) if len(there) < MANY else ''}")
-        return there[name]
+    def _find(self, name: str) -> Path:
+        return _named(name, "run", self._paths())
 
     def _list(self) -> dict[str, Any]:
-        return {"root": self.title, "runs": self._lines(), "plans": self._plan_list()}
+        plans = plan.list_plans(self._plans) if self._plans is not None else []
+        return {"root": self.title, "runs": self._lines(), "plans": plans}
 
     def _lines(self) -> list[dict[str, Any]]:
-        return overview.with_duplicates([self._line(name, source) for name, source in self._sources().items()])
+        return overview.with_duplicates([self._line(name, path) for name, path in self._paths().items()])
 
-    def _line(self, name: str, source: RunSource) -> dict[str, Any]:
-        signature = _signature(source)
+    def _line(self, name: str, path: Path) -> dict[str, Any]:
+        signature = _signature(path)
 
         def make() -> dict[str, Any]:
             try:
-                return source.summary(name)
+                runs.signature(path)  # a run with a link that leads out is not read
+                with errors_as_weft("the run"):
+                    return overview.summary(path, name, [view for view in VIEWS if _has_view(view, path)])
             except (WeftError, OSError) as problem:
                 return overview.damaged(name, str(problem))
 
-        return {**self._known.get(name, signature, make), "revision": self.revision(name, signature)}
+        return {**self._known.get(name, signature, make), "revision": zlib.crc32(signature.encode())}
 
     def _run(self, name: str) -> dict[str, Any]:
         line = next((line for line in self._lines() if line["name"] == name), None)
         if line is None or line["state"] == "damaged":
             raise WeftError(line["reason"] if line else f"run '{name}' was just removed")
         with errors_as_weft(f"run '{name}'"):
-            return {**line, **self._find(name).details()}
+            return {**line, **overview.details(self._find(name))}
 
-    def _plan_list(self) -> list[dict[str, Any]]:
-        from weft.serve.views import plan as plans
-
-        return plans.list_plans(self._plans) if self._plans is not None else []
+    def _view(self, view: str, path: Path, options: Mapping[str, str]) -> dict[str, Any]:
+        with errors_as_weft(view):
+            found: dict[str, Any] = VIEWS[view].document(path, **options)
+            return found
 
     def _plan(self, name: str) -> dict[str, Any]:
-        there = {path.stem: path for path in self._plans.glob("*.json")} if self._plans is not None else {}
-        if name not in there:
-            raise NotFound(f"there is no plan '{name}' here{nearest(name, there) if len(there) < MANY else ''}")
-        from weft.serve.views import plan as plans
-
+        path = _named(name, "plan", {path.stem: path for path in self._plans.glob("*.json")} if self._plans else {})
         with errors_as_weft(f"plan '{name}'"):
-            return plans.document(there[name])
+            return plan.document(path)
 
     def _all(self) -> str:
         return runs.digest((sorted(self.signatures().items()), self.plans_signature()))
 
 
-def _signature(source: RunSource) -> str:
+def _named(name: str, kind: str, there: Mapping[str, Path]) -> Path:
+    if name not in there:  # a name is looked up and never becomes a path
+        raise NotFound(f"there is no {kind} '{name}' here{nearest(name, there) if len(there) < MANY else ''}")
+    return there[name]
+
+
+def _has_view(view: str, path: Path) -> bool:
     try:
-        return source.signature()
+        return bool(VIEWS[view].present(path))
+    except Exception:  # the files of this view are damaged; those of others may be good
+        log.debug("%s of '%s' cannot be shown", view, path, exc_info=True)
+        return False
+
+
+def _signature(path: Path) -> str:
+    try:
+        return runs.signature(path)
     except (WeftError, OSError) as problem:
         return f"damaged: {problem}"

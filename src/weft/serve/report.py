@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.errors import RunError
 from weft.runs import Run
-from weft.serve.library import VIEWS, Address, Library, RunSource, safe, url
+from weft.serve.library import VIEWS, Address, Library, safe, url
 from weft.serve.views.plan import plan_document
 from weft.utils.files import write_atomic
 
@@ -36,11 +36,11 @@ STYLE = re.compile(r'<link rel="stylesheet" href="([^"]+)">')
 
 def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
     """Write a report about runs, by default to report.html in the first; gives the file."""
-    sources = run_sources([Run.open(path).path.resolve() for path in runs])
+    paths = by_name([Run.open(path).path.resolve() for path in runs])
     file = runs[0] / "report.html" if out is None else out
     if not file.parent.is_dir():
         raise RunError(f"cannot write '{file}': there is no folder '{file.parent}'")
-    write_atomic(file, html(documents(Library(lambda: sources, runs[0].resolve().parent.name))))
+    write_atomic(file, html(documents(Library(lambda: paths, runs[0].resolve().parent.name))))
     return file
 
 
@@ -54,15 +54,15 @@ def write_plan(plan: Plan, out: Path) -> Path:
     return out
 
 
-def run_sources(paths: Sequence[Path]) -> dict[str, RunSource]:
+def by_name(paths: Sequence[Path]) -> dict[str, Path]:
     """Runs by name; where two have the same name, their folders tell them apart."""
-    found: dict[str, RunSource] = {}
+    found: dict[str, Path] = {}
     for path in dict.fromkeys(paths):
         alike = [other for other in dict.fromkeys(paths) if other.name == path.name]
         name = path.name if len(alike) == 1 else f"{path.name} ({path.parent.name})"
         if name in found:
             raise RunError(f"two of the runs are called '{name}'; rename one of the directories")
-        found[name] = RunSource(path)
+        found[name] = path
     return found
 
 

@@ -13,21 +13,22 @@ import mimetypes
 import os
 import socket
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from http.cookies import CookieError, SimpleCookie
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs, urlencode
+from typing import Any
+from urllib.parse import urlencode
 
-from weft.errors import ConfigError, WeftError, install_extra
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
+from starlette.datastructures import MutableHeaders
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weft.errors import ConfigError, WeftError
 from weft.serve.library import Library, NotFound
 from weft.serve.report import page_files
-
-if TYPE_CHECKING:
-    import uvicorn
-    from fastapi import Request, Response
 
 log = logging.getLogger("weft.serve")
 
@@ -35,88 +36,54 @@ LOCAL_HOSTS = ("localhost", "*.localhost", "127.0.0.1", "[::1]")
 """The names of this machine."""
 
 
-def make_app(
-    library: Library,
-    token: str | None = None,
-    *,
-    hosts: Sequence[str] = LOCAL_HOSTS,
-    cookie: str = "weft-token",
-    closing: Callable[[], bool] = lambda: False,
-) -> App:
-    """The ASGI application.
+def make_app(library: Library, hosts: Sequence[str], closing: Callable[[], bool]) -> FastAPI:
+    """The application without its guard.
 
     It answers only requests to one of `hosts`: a foreign page that had its name lead here (DNS rebinding) sends its
     own. Streams end once `closing` is true.
     """
-    require_serve()
-    from fastapi import FastAPI
-    from fastapi.responses import JSONResponse, StreamingResponse
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
-    from starlette.routing import BaseRoute, Route
-
-    changes = Changes(library)
+    watched = Changes(library)
 
     def document(request: Request) -> Response:
         address = tuple(request.path_params["address"].split("/"))
         try:
             found = library.get(address, dict(request.query_params))
         except NotFound as problem:
-            return JSONResponse({"error": _line(problem)}, 404)
+            return _problem(str(problem), 404)
         except (WeftError, OSError) as problem:
-            return JSONResponse({"error": _line(problem)}, 422)
+            return _problem(str(problem), 422)
         except Exception as problem:
             log.exception("'%s' cannot be shown", request.url.path)
-            return JSONResponse({"error": f"{type(problem).__name__}: {_line(problem)}"}, 500)
+            return _problem(f"{type(problem).__name__}: {problem}", 500)
         return _tagged(request, found.body, found.tag, "application/json")
 
     async def stream(request: Request) -> Response:
-        given = request.headers.get("last-event-id", "")
-        last = int(given) if given.isascii() and given.isdigit() and len(given) < 20 else None
-        return StreamingResponse(changes.listen(last, closing), media_type="text/event-stream")
+        return StreamingResponse(watched.listen(closing), media_type="text/event-stream")
 
     def page(request: Request) -> Response:
         name = request.path_params["name"]
         file = page_files().get(name or "index.html")
         if file is None:
-            return JSONResponse({"error": f"there is nothing at '/{name}'"}, 404)
+            return _problem(f"there is nothing at '/{name}'", 404)
         body, kind = file.read_bytes(), mimetypes.guess_type(file.name)[0] or "application/octet-stream"
         return _tagged(request, body, hashlib.sha256(body).hexdigest()[:32], kind)
 
-    routes: list[BaseRoute] = [
-        Route("/api/stream", stream),
-        Route("/api/{address:path}", document),
-        Route("/{name:path}", page),
-    ]
-    app = FastAPI(routes=routes, docs_url=None, redoc_url=None, openapi_url=None)
+    routes = [Route("/api/stream", stream), Route("/api/{address:path}", document), Route("/{name:path}", page)]
+    app = FastAPI(routes=list(routes), docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
-    return Guard(app, token, cookie)
-
-
-def require_serve() -> None:
-    """Raises ConfigError that names the extra where the packages of the server are not installed."""
-    for package in ("fastapi", "uvicorn"):
-        if find_spec(package) is None:
-            raise ConfigError(f"weft serve needs {package}: {install_extra('serve')}")
+    return app
 
 
 def _tagged(request: Request, body: bytes, tag: str, kind: str) -> Response:
-    from fastapi import Response
-
     known = [word.strip().removeprefix("W/") for word in request.headers.get("if-none-match", "").split(",")]
     if f'"{tag}"' in known:
         return Response(status_code=304, headers={"etag": f'"{tag}"'})
     return Response(body, media_type=kind, headers={"etag": f'"{tag}"'})
 
 
-def _line(problem: BaseException) -> str:
-    return " ".join(str(problem).split())
+def _problem(text: str, status: int, headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse({"error": " ".join(text.split())}, status, headers)
 
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 POLICY = (
     "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; object-src 'none'; "
@@ -139,68 +106,43 @@ class Guard:
     The token comes as `Authorization: Bearer`, as the cookie, or once as `?token=`, which sets the cookie.
     """
 
-    app: App
-    token: str | None = None
-    cookie: str = "weft-token"
+    app: ASGIApp
+    token: str | None
+    cookie: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        given = query.pop("token", [""])[-1]
-        more: list[tuple[str, str]] = []
-        if scope["method"] not in ("GET", "HEAD"):
-            await _answer(send, 405, "this server only shows: use GET", [("allow", "GET, HEAD")])
-            return
-        if self.token is None:
-            pass
-        elif _equal(given, self.token):
-            secure = f"{self.cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
-            more = [("set-cookie", secure)]
-            if scope["path"] == "/":  # out of the address bar and the history
-                place = "/?" + urlencode(query, doseq=True) if query else "/"
-                await _answer(send, 303, "see /", [*more, ("location", place)])
-                return
-        elif not self._is_known(headers):
-            await _answer(send, 401, "a token is needed: open the address that `weft serve` printed")
-            return
-        scope = {**scope, "query_string": urlencode(query, doseq=True).encode()}
-        await self.app(scope, receive, _with(send, more))
+        request, answer = Request(scope), self.app
+        query = dict(request.query_params)
+        is_first = _equal(query.pop("token", ""), self.token)
+        if request.method not in ("GET", "HEAD"):
+            answer = _problem("this server only shows: use GET", 405, {"allow": "GET, HEAD"})
+        elif is_first and request.url.path == "/":  # out of the address bar and the history
+            answer = RedirectResponse(f"/?{urlencode(query)}" if query else "/", 303)
+        elif not is_first and not self._is_known(request):
+            answer = _problem("a token is needed: open the address that `weft serve` printed", 401)
 
-    def _is_known(self, headers: Mapping[str, str]) -> bool:
-        word, _, bearer = headers.get("authorization", "").partition(" ")
-        if word.lower() == "bearer" and _equal(bearer.strip(), self.token):
-            return True
-        try:
-            found = SimpleCookie(headers.get("cookie", "")).get(self.cookie)
-        except CookieError:
-            return False
-        return found is not None and _equal(found.value, self.token)
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+                if is_first and request.method in ("GET", "HEAD"):
+                    headers.append("set-cookie", f"{self.cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict")
+            await send(message)
+
+        await answer(scope, receive, send_with_headers)
+
+    def _is_known(self, request: Request) -> bool:
+        word, _, bearer = request.headers.get("authorization", "").partition(" ")
+        given = bearer.strip() if word.lower() == "bearer" else request.cookies.get(self.cookie, "")
+        return self.token is None or _equal(given, self.token)
 
 
 def _equal(given: str, token: str | None) -> bool:
     return token is not None and hmac.compare_digest(given.encode(), token.encode())
-
-
-def _with(send: Send, more: list[tuple[str, str]]) -> Send:
-    async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            own = {name.lower() for name, _ in message.get("headers", ())}
-            extra = [*((name, value) for name, value in HEADERS.items() if name.encode() not in own), *more]
-            message["headers"] = [*message.get("headers", ()), *((n.encode(), v.encode()) for n, v in extra)]
-        await send(message)
-
-    return sending
-
-
-async def _answer(send: Send, status: int, text: str, more: list[tuple[str, str]] | None = None) -> None:
-    body = json.dumps({"error": text}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    sending = _with(send, more or [])
-    await sending({"type": "http.response.start", "status": status, "headers": headers})
-    await sending({"type": "http.response.body", "body": body})
 
 
 EVERY = 0.5
@@ -209,61 +151,34 @@ EVERY = 0.5
 BEAT = 15.0
 """Seconds of silence after which a comment is sent, so that the connection stays open."""
 
-LATEST = 1000
-"""The most changes that are kept."""
+Signatures = tuple[dict[str, str], str]
+"""Of the runs by name, and of the plans."""
 
 
 class Changes:
-    """Numbered changes; while anybody listens, one task checks the files for all listeners.
-
-    Numbers begin at the milliseconds of the clock, so those of a server that was started again are greater than any
-    that its listeners know.
-    """
+    """What changes: while anybody listens, one task checks the files for all listeners."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
-        self._next = int(time.time() * 1000)
-        self._latest: deque[tuple[int, dict[str, Any]]] = deque(maxlen=LATEST)
-        self._signatures: dict[str, str] | None = None
-        self._plans = ""
+        self._now: Signatures = {}, ""
         self._listeners = 0
         self._task: asyncio.Task[None] | None = None
 
-    def record(self, found: dict[str, str], plans: str) -> None:
-        """Number the changes since the last call, from the signatures of the runs and the plans."""
-        if self._signatures is not None:
-            if found.keys() != self._signatures.keys() or plans != self._plans:
-                self._add({"runs": True})
-            for name, signature in found.items():
-                if self._signatures.get(name) != signature:
-                    self._add({"run": name, "revision": self._library.revision(name, signature)})
-        self._signatures, self._plans = found, plans
-
-    def since(self, last: int | None) -> list[tuple[int, dict[str, Any]]]:
-        """The changes after a number; all runs without a number, or where it is too old."""
-        oldest = self._latest[0][0] if self._latest else self._next
-        if last is not None and oldest - 1 <= last < self._next:
-            return [change for change in self._latest if change[0] > last]
-        now = self._next - 1
-        runs: list[dict[str, Any]] = [{"runs": True}]
-        runs += [
-            {"run": name, "revision": self._library.revision(name, at)} for name, at in (self._signatures or {}).items()
-        ]
-        return [(now, change) for change in runs]
-
-    async def listen(self, last: int | None, closing: Callable[[], bool]) -> AsyncIterator[bytes]:
-        """Server-sent events, until the server closes or the listener leaves."""
+    async def listen(self, closing: Callable[[], bool]) -> AsyncIterator[bytes]:
+        """Server-sent events, first of all runs, until the server closes or the listener leaves."""
         self._listeners += 1
         try:
             if self._task is None:
                 await self._check()
                 self._task = self._task or asyncio.create_task(self._watch())
             yield b"retry: 2000\n\n"
-            sent = time.monotonic()
+            seen, sent = None, time.monotonic()
             while not closing():
-                for at, change in self.since(last):
-                    last, sent = at, time.monotonic()
-                    yield _event(at, change)
+                now = self._now
+                for change in changes(seen, now):
+                    sent = time.monotonic()
+                    yield f"event: changed\ndata: {json.dumps(change)}\n\n".encode()
+                seen = now
                 if time.monotonic() - sent > BEAT:
                     sent = time.monotonic()
                     yield b": still here\n\n"
@@ -282,32 +197,39 @@ class Changes:
             self._task = None
 
     async def _check(self) -> None:
-        self.record(*await asyncio.to_thread(lambda: (self._library.signatures(), self._library.plans_signature())))
-
-    def _add(self, change: dict[str, Any]) -> None:
-        self._latest.append((self._next, change))
-        self._next += 1
+        self._now = await asyncio.to_thread(lambda: (self._library.signatures(), self._library.plans_signature()))
 
 
-def _event(at: int, change: dict[str, Any]) -> bytes:
-    return f"event: changed\nid: {at}\ndata: {json.dumps(change)}\n\n".encode()
+def changes(before: Signatures | None, now: Signatures) -> list[dict[str, Any]]:
+    """What a page has to load again: the list, where a run or a plan has come or gone, and the runs that changed.
+
+    >>> changes(({"a": "1", "b": "1"}, ""), ({"a": "2", "b": "1"}, ""))
+    [{'run': 'a'}]
+    """
+    runs, plans = before or ({}, "")
+    is_listed = before is None or runs.keys() != now[0].keys() or plans != now[1]
+    changed = [{"run": name} for name, signature in now[0].items() if runs.get(name) != signature]
+    return [{"runs": True}, *changed] if is_listed else changed
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens on an address; ConfigError with a remedy where that fails."""
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as problem:
         raise ConfigError(f"--host {host}: there is no such address ({problem}); use 127.0.0.1 or 0.0.0.0") from None
-    found = socket.socket(family, kind, protocol)
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(place)
-        found.listen(128)
+        return socket.create_server(place, family=family, backlog=128)
     except OSError as problem:
-        found.close()
-        raise ConfigError(f"cannot listen on {host}, port {port}: {_remedy(problem)}") from None
-    return found
+        remedy = REMEDIES.get(problem.errno or 0) or problem.strerror or os.strerror(problem.errno or 0)
+        raise ConfigError(f"cannot listen on {host}, port {port}: {remedy}") from None
+
+
+REMEDIES = {
+    errno.EADDRINUSE: "another program listens there; use another --port (0: any that is free), or end that program",
+    errno.EACCES: "only the administrator may; use a --port from 1024 on",
+    errno.EADDRNOTAVAIL: "this machine has no such address; use 127.0.0.1, or 0.0.0.0 for all that it has",
+}
 
 
 def is_loopback(host: str) -> bool:
@@ -322,39 +244,13 @@ def address(host: str, listener: socket.socket, token: str | None) -> str:
     return f"http://{f'[{name}]' if ':' in name else name}:{port}/" + (f"?token={token}" if token else "")
 
 
-def serve_on(listener: socket.socket, library: Library, token: str | None) -> None:
-    """Serve until Ctrl-C or another signal ends the process."""
-    try:
-        make_server(listener, library, token).run(sockets=[listener])
-    except KeyboardInterrupt:  # which uvicorn passes on when all is closed
-        pass
-    finally:
-        listener.close()
-
-
 def make_server(listener: socket.socket, library: Library, token: str | None = None) -> uvicorn.Server:
     """A server for a socket; it ends when `should_exit` is set."""
-    import uvicorn
-
     at, port = listener.getsockname()[:2]
-    app = make_app(
-        library,
-        token,
-        hosts=(*LOCAL_HOSTS, at) if is_loopback(at) else ("*",),
-        cookie=f"weft-token-{port}",  # cookies hold for all ports of a host
-        closing=lambda: server.should_exit,
-    )
+    hosts = (*LOCAL_HOSTS, at) if is_loopback(at) else ("*",)
+    app = make_app(library, hosts, lambda: server.should_exit)
+    guarded = Guard(app, token, f"weft-token-{port}")  # cookies hold for all ports of a host
     server = uvicorn.Server(
-        uvicorn.Config(app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=3)
+        uvicorn.Config(guarded, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=3)
     )
     return server
-
-
-def _remedy(problem: OSError) -> str:
-    if problem.errno == errno.EADDRINUSE:
-        return "another program listens there; use another --port (0: any that is free), or end that program"
-    if problem.errno == errno.EACCES:
-        return "only the administrator may; use a --port from 1024 on"
-    if problem.errno == errno.EADDRNOTAVAIL:
-        return "this machine has no such address; use 127.0.0.1, or 0.0.0.0 for all that it has"
-    return problem.strerror or os.strerror(problem.errno or 0)

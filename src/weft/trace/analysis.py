@@ -159,16 +159,9 @@ def worst_waits(trace: Trace, count: int) -> list[Wait]:
         order = np.lexsort((ops.microbatch[waits.op], ops.kind[waits.op], waits.start, -waits.seconds))[:count]
         for at in order.tolist():
             op, blocked = op_at(trace, number, int(waits.op[at])), int(waits.blocked[at])
-            found.append(
-                Wait(
-                    op,
-                    float(waits.start[at]),
-                    float(waits.seconds[at]),
-                    CAUSES[causes[at]],
-                    source_of(op, len(trace.stages)),
-                    op_at(trace, number, blocked) if blocked >= 0 else None,
-                )
-            )
+            times, source = (float(waits.start[at]), float(waits.seconds[at])), source_of(op, len(trace.stages))
+            blocked_op = op_at(trace, number, blocked) if blocked >= 0 else None
+            found.append(Wait(op, *times, CAUSES[causes[at]], source, blocked_op))
     return sorted(found, key=lambda wait: (-wait.seconds, wait.start, wait.op))[:count]
 
 

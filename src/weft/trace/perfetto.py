@@ -102,20 +102,18 @@ def _memory(stage: StageTrace, number: int, begin: float, end: float) -> Iterato
         at = last[layer] = max(_microseconds(time - begin), last.get(layer, -1) + 1)
         for name, value in zip(shares, values, strict=True):
             yield _counter(number, at, f"layers {name}", "bytes", value)
-        yield from _track(number, layer, there.pop(layer, None), None, at)
+        if layer in there:
+            yield _track("e", number, layer, there.pop(layer), at)
         if state != "leaving":
             there[layer] = state
-            yield from _track(number, layer, None, state, at)
+            yield _track("b", number, layer, state, at)
     for layer, state in there.items():
-        yield from _track(number, layer, state, None, max(_microseconds(end - begin), last[layer] + 1))
+        yield _track("e", number, layer, state, max(_microseconds(end - begin), last[layer] + 1))
 
 
-def _track(number: int, layer: str, old: str | None, new: str | None, at: int) -> Iterator[Event]:
-    where = {"cat": "memory", "id": f"{number}/{layer}", **_where(number), "ts": at}
-    if old is not None:
-        yield {"ph": "e", "name": f"{layer} {old}", **where}
-    if new is not None:
-        yield {"ph": "b", "name": f"{layer} {new}", **where}
+def _track(phase: str, number: int, layer: str, state: str, at: int) -> Event:
+    about = {"name": f"{layer} {state}", "cat": "memory", "id": f"{number}/{layer}"}
+    return {"ph": phase, **about, **_where(number), "ts": at}
 
 
 def _counter(number: int, at: int, name: str, series: str, value: float) -> Event:

@@ -54,7 +54,7 @@ def _series(stage: StageTrace, times: Numbers, window: Window, most: int) -> dic
 def _layers(stage: StageTrace, times: Numbers, end: float, window: Window) -> list[dict[str, Any]]:
     columns, count = stage.memory, len(times)
     layer, state = columns["layer"], columns["state"]
-    order = np.lexsort((np.arange(count), layer))
+    order = np.argsort(layer, kind="stable")
     alone = np.append(np.diff(layer[order]) != 0, True)
     until = np.where(alone, end, times[order][np.minimum(np.arange(count) + 1, count - 1)])
     # A trace has no event for the end of an eviction: a layer has left once no bytes are leaving.
@@ -102,11 +102,9 @@ def _fitting(layers: list[dict[str, Any]], most: int, short: float) -> tuple[lis
         if room < 0:
             break
         kept.add(place)
-    shown = [
-        {**own, "spans": [[word, round(start, 6), round(end, 6)] for word, start, end in own["spans"]]}
-        for place, own in enumerate(layers)
-        if place in kept
-    ]
+    shown = [layers[place] for place in sorted(kept)]
+    for own in shown:
+        own["spans"] = [[word, round(start, 6), round(end, 6)] for word, start, end in own["spans"]]
     return shown, len(layers) - len(shown)
 
 

@@ -6,10 +6,9 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -61,10 +60,11 @@ def _document(run: Path, events: PipelineEvents, query: Mapping[str, Any]) -> di
     if trace is None or not any(len(stage.ops) for stage in trace.stages):
         _window(query, 0.0)
         return _untraced(events, REMEDY if trace is None else WAITING)
-    window, config, waits = _window(query, trace.end - trace.begin), _config(run), _waits(trace)
+    window, waits = _window(query, trace.end - trace.begin), _waits(trace)
+    config = mapping(read_mapping(run / "manifest.json", read_json).get("config"))
     real = [in_window(stage, trace.begin, window) for stage in trace.stages]
     expected = [in_window(stage, 0.0, window) for stage in trace.simulated]
-    many = sum(own.rows for own in (*real, *expected)) > SPANS
+    many = sum(len(ops) + len(updates) for ops, updates in (*real, *expected)) > SPANS
     simulated: dict[str, Any] | None = None
     if trace.simulated:
         error = simulation_error(trace) or {}
@@ -93,7 +93,7 @@ def _document(run: Path, events: PipelineEvents, query: Mapping[str, Any]) -> di
 
 
 def _untraced(events: PipelineEvents, remedy: str) -> dict[str, Any]:
-    columns = zip(*(shares / count for count, _, shares in events.busy.sums()), strict=True)
+    columns = zip(*(shares / count for count, _, shares in events.busy.rows()), strict=True)
     known = [[share for share in column if not math.isnan(share)] for column in columns]
     means = [sum(column) / len(column) if column else math.nan for column in known]
     return {
@@ -116,11 +116,10 @@ def _untraced(events: PipelineEvents, remedy: str) -> dict[str, Any]:
 def _window(query: Mapping[str, Any], total: float) -> Window:
     """The part of the time that the query asks for."""
     try:
-        given = [float(query[name]) if query.get(name) is not None else None for name in ("from", "to")]
-    except (TypeError, ValueError):
-        given = [math.nan, None]
-    low, high = (0.0 if given[0] is None else given[0]), (total if given[1] is None else given[1])
-    if not (math.isfinite(low) and math.isfinite(high) and (low < high or given == [None, None])):
+        low, high = float(query.get("from", 0.0)), float(query.get("to", total))
+    except ValueError:
+        low = high = math.nan
+    if not (math.isfinite(low) and math.isfinite(high) and (low < high or not query)):
         raise RunError(
             f"the window from {query.get('from')} to {query.get('to')} is empty: give seconds since the first "
             "operation, `from` below `to`"
@@ -166,18 +165,17 @@ def _stages(trace: Trace, waits: list[Waits], config: Mapping[str, Any]) -> list
 
 
 def _busy_over_time(events: PipelineEvents, begin: float) -> dict[str, Any]:
-    rows = events.busy.sums()
+    rows = events.busy.rows()
     if rows:
-        rows = events.busy.coarser(max(FIGURES // len(rows[0][2]), 2)).sums()
+        rows = events.busy.coarser(max(FIGURES // len(rows[0][2]), 2)).rows()
     stages = [[_share(value) for value in own] for own in zip(*(sums / count for count, _, sums in rows), strict=True)]
     return {"time": [round(time / count - begin, 3) for count, time, _ in rows], "stages": stages}
 
 
 def _budgets(events: PipelineEvents, config: Mapping[str, Any], trace: Trace) -> list[int | None]:
     """Bytes that the layers of each stage may take on its device."""
-    budgets = [row.get("budget") for row in events.offload]
-    if len(budgets) == len(trace.stages):
-        return [whole_number(value) for value in budgets]
+    if len(events.offload) == len(trace.stages):
+        return [whole_number(row.get("budget")) for row in events.offload]
     given = mapping(config.get("offload", config.get("residency"))).get("budget")
     try:
         budget = int(parse_bytes(given, RunError)) if isinstance(given, str | int | float) else None
@@ -186,23 +184,8 @@ def _budgets(events: PipelineEvents, config: Mapping[str, Any], trace: Trace) ->
     return [budget] * len(trace.stages)
 
 
-def _config(run: Path) -> Mapping[str, Any]:
-    """The configuration in the manifest."""
-    return mapping(read_mapping(run / "manifest.json", read_json).get("config"))
-
-
 def _share(value: float) -> float | None:
     return None if math.isnan(value) else round(min(max(value, 0.0), 1.0), 4)
-
-
-_kept_waits: WeakKeyDictionary[Trace, list[Waits]] = WeakKeyDictionary()
-
-
-def _waits(trace: Trace) -> list[Waits]:
-    found = _kept_waits.get(trace)
-    if found is None:
-        found = _kept_waits[trace] = waits_of(trace)
-    return found
 
 
 POINTS = 800
@@ -296,7 +279,7 @@ class PipelineEvents(LineSummary):
             return
         if len(shares) != self._stages:  # a run that was resumed on other stages begins anew
             self.busy, self._count, self._stages = VectorCurve(POINTS), 0, len(shares)
-        self.busy.add(self._count, time, np.array(shares, dtype=float).clip(0.0, 1.0))
+        self.busy.put(self._count, (1, time, np.array(shares, dtype=float).clip(0.0, 1.0)))
         self._count += 1
 
     def _add_offload(self, stages: object) -> None:
@@ -311,3 +294,4 @@ def _step(event: dict[str, Any]) -> int | None:
 
 
 _events = SummaryCache(PipelineEvents)
+_waits = lru_cache(maxsize=2)(waits_of)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from weft.trace.reader import Numbers, StageFile, StageTrace, Trace, join_files,
 Row = list[Any]
 SubnetsOf = Callable[[Iterable[int]], Mapping[int, list[str]]]
 """The subnets of some steps, by their ids, as far as they are known."""
+SubnetOf = Callable[[int], tuple[int, str | None]]
 
 
 class InWindow(NamedTuple):
@@ -24,10 +25,6 @@ class InWindow(NamedTuple):
 
     ops: Numbers
     updates: Numbers
-
-    @property
-    def rows(self) -> int:
-        return len(self.ops) + len(self.updates)
 
 
 def in_window(stage: StageTrace, begin: float, window: tuple[float, float]) -> InWindow:
@@ -43,50 +40,45 @@ def in_window(stage: StageTrace, begin: float, window: tuple[float, float]) -> I
 def real_rows(trace: Trace, picked: list[InWindow], subnets_of: SubnetsOf, waits: list[Waits]) -> list[Row]:
     """``[stage, kind, micro-batch, step, subnet, start, end, version, backward's version, waited for, seconds]``; an
     update has the micro-batch of the operation that it follows."""
-    subnets = _Subnets(trace, picked, trace.stages, subnets_of)
+    subnet_of = _subnets(trace, picked, trace.stages, subnets_of)
     found: list[Row] = []
     for number, (stage, own) in enumerate(zip(trace.stages, picked, strict=True)):
         waited = _waits_by_op(trace, number, own.ops, waits[number])
-        ops = stage.ops
-        for place, kind, n, start, end, seen, back in zip(
-            own.ops.tolist(),
-            ops.kind[own.ops].tolist(),
-            ops.microbatch[own.ops].tolist(),
-            np.round(ops.start[own.ops] - trace.begin, 6).tolist(),
-            np.round(ops.end[own.ops] - trace.begin, 6).tolist(),
-            ops.forward[own.ops].tolist(),
-            ops.backward[own.ops].tolist(),
-            strict=True,
+        versions = zip(stage.ops.forward[own.ops].tolist(), stage.ops.backward[own.ops].tolist(), strict=True)
+        for place, row, seen in zip(
+            own.ops.tolist(), _op_rows(number, stage, own.ops, trace.begin, subnet_of), versions, strict=True
         ):
-            versions = [version if version >= 0 else None for version in (seen, back)]
-            why = waited.get(place, (None, 0))
-            found.append([number, chr(kind), n, *subnets.of(n), start, end, *versions, *why])
-        found += _updates(trace, number, own.updates, subnets)
+            found.append([*row, *(at if at >= 0 else None for at in seen), *waited.get(place, (None, 0))])
+        found += _updates(trace, number, own.updates, subnet_of)
     return found
 
 
 def simulated_rows(trace: Trace, picked: list[InWindow], subnets_of: SubnetsOf) -> list[Row]:
     """The same rows of the simulation."""
-    subnets = _Subnets(trace, picked, trace.simulated, subnets_of)
-    found: list[Row] = []
-    for number, (stage, own) in enumerate(zip(trace.simulated, picked, strict=True)):
-        ops = stage.ops
-        for kind, n, start, end in zip(
-            ops.kind[own.ops].tolist(),
-            ops.microbatch[own.ops].tolist(),
-            np.round(ops.start[own.ops], 6).tolist(),
-            np.round(ops.end[own.ops], 6).tolist(),
-            strict=True,
-        ):
-            found.append([number, chr(kind), n, *subnets.of(n), start, end, None, None, None, 0])
-    return found
+    subnet_of = _subnets(trace, picked, trace.simulated, subnets_of)
+    return [
+        [*row, None, None, None, 0]
+        for number, (stage, own) in enumerate(zip(trace.simulated, picked, strict=True))
+        for row in _op_rows(number, stage, own.ops, 0.0, subnet_of)
+    ]
 
 
-def _updates(trace: Trace, number: int, places: Numbers, subnets: _Subnets) -> list[Row]:
+def _op_rows(number: int, stage: StageTrace, places: Numbers, begin: float, subnet_of: SubnetOf) -> Iterator[Row]:
+    ops = stage.ops
+    for kind, n, start, end in zip(
+        ops.kind[places].tolist(),
+        ops.microbatch[places].tolist(),
+        np.round(ops.start[places] - begin, 6).tolist(),
+        np.round(ops.end[places] - begin, 6).tolist(),
+        strict=True,
+    ):
+        yield [number, chr(kind), n, *subnet_of(n), start, end]
+
+
+def _updates(trace: Trace, number: int, places: Numbers, subnet_of: SubnetOf) -> Iterator[Row]:
     ops, updates = trace.stages[number].ops, trace.stages[number].updates
     start, end = updates["start"][places], updates["end"][places]
     after = np.searchsorted(np.maximum.accumulate(ops.end), start, side="right") - 1
-    found: list[Row] = []
     for before, begin, until, version in zip(
         after.tolist(),
         np.round(start - trace.begin, 6).tolist(),
@@ -94,12 +86,9 @@ def _updates(trace: Trace, number: int, places: Numbers, subnets: _Subnets) -> l
         updates["version"][places].tolist(),
         strict=True,
     ):
-        if before >= 0:
-            n = int(ops.microbatch[before])
-            found.append([number, "U", n, *subnets.of(n), begin, until, version, None, None, 0])
-        else:
-            found.append([number, "U", None, None, None, begin, until, version, None, None, 0])
-    return found
+        n = int(ops.microbatch[before]) if before >= 0 else None
+        step = (None, None) if n is None else subnet_of(n)
+        yield [number, "U", n, *step, begin, until, version, None, None, 0]
 
 
 def _waits_by_op(trace: Trace, stage: int, places: Numbers, waits: Waits) -> dict[int, tuple[str, float]]:
@@ -128,22 +117,18 @@ def describe_wait(trace: Trace, stage: int, op: int, cause: str, blocked: int) -
     return f"{text}; {op_at(trace, stage, blocked)} had its input, but not its weights or a place"
 
 
-class _Subnets:
-    """The step and the subnet of micro-batches."""
+def _subnets(trace: Trace, picked: list[InWindow], stages: tuple[StageTrace, ...], subnets_of: SubnetsOf) -> SubnetOf:
+    """The step and the subnet of each micro-batch that was picked."""
+    each = trace.head.microbatches
+    pairs = zip(stages, picked, strict=True)
+    known = subnets_of({step for stage, own in pairs for step in (stage.ops.microbatch[own.ops] // each).tolist()})
 
-    def __init__(
-        self, trace: Trace, picked: list[InWindow], stages: tuple[StageTrace, ...], subnets_of: SubnetsOf
-    ) -> None:
-        self._each = trace.head.microbatches
-        steps: set[int] = set()
-        for stage, own in zip(stages, picked, strict=True):
-            steps.update((stage.ops.microbatch[own.ops] // self._each).tolist())
-        self._known = subnets_of(steps)
-
-    def of(self, n: int) -> tuple[int, str | None]:
-        step, within = divmod(n, self._each)
-        ids = self._known.get(step, ())
+    def subnet_of(n: int) -> tuple[int, str | None]:
+        step, within = divmod(n, each)
+        ids = known.get(step, ())
         return step, ids[within % len(ids)] if ids else None
+
+    return subnet_of
 
 
 class _TraceFolder:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.errors import RunError, nearest
+from weft.errors import RunError, SearchError, nearest
 from weft.runs.run import read_manifest
 from weft.serve.event_log import SummaryCache
 from weft.serve.fields import as_list, mapping, read_mapping, rounded
@@ -27,9 +27,8 @@ from weft.utils.files import read_json
 if TYPE_CHECKING:
     from weft.search.objectives import Constraint, Objective
 
-MEMBERS = 500
 VALUES = 5000
-"""The most values of choices, over all members."""
+"""The most values of choices, over all members; of more members, some at even distances are shown."""
 
 LAYERS = 2500
 """The most layers, over all members."""
@@ -55,22 +54,27 @@ def document(run: Path, name: str | None = None) -> dict[str, Any]:
     if name is not None and name not in fronts:
         raise RunError(f"run '{run.name}' has no search '{name}'{nearest(name, fronts)}")
     usual = str(config.get("name") or "search")
-    name = name or (usual if usual in fronts or not fronts else max(fronts, key=lambda one: _modified(fronts[one])))
+    name = name or (
+        usual if usual in fronts or not fronts else max(fronts, key=lambda one: fronts[one].stat().st_mtime_ns)
+    )
     front, problem = _front(fronts.get(name))
     members = _members(front)
-    kept = _evenly_spaced(members, min(MEMBERS, VALUES // max([1, *(len(p.values) for p in members)])))
-    context = front.get("context")
-    points, count = _scores.query(
-        run / "results" / "scores.jsonl",
-        lambda scores: scores.of(context if isinstance(context, str) else None, members),
-    )
+    most = max(2, VALUES // max([10, *(len(member.values) for member in members)]))
+    if len(members) > most:
+        kept = [members[at * (len(members) - 1) // (most - 1)] for at in range(most)]
+    else:
+        kept = members
+    points, count = _scores.query(run / "results" / "scores.jsonl", lambda scores: _sampled(scores, front))
     goals, rules = _goals(front, config, [*members, *points])
     return {
         "searches": sorted(fronts),
         "name": name,
         "objectives": [{"name": goal.name, "maximize": goal.maximize} for goal in goals],
-        "front": _front_rows(kept, front, _command(run, name, manifest)),
-        "scored": [{"id": point.id, "scores": _rounded(point.scores)} for point in points],
+        "front": _front_rows(kept, _command(run, name, manifest)),
+        "scored": [
+            {"id": point.id, "scores": {name: rounded(value) for name, value in point.scores.items()}}
+            for point in points
+        ],
         "count": count,
         "choices": option_frequencies(best_first_order(points, goals, rules), choices(front.get("choices"))),
         "probabilities": probabilities(run) if is_gradient_search(manifest) else None,
@@ -97,25 +101,18 @@ def _front(file: Path | None) -> tuple[Mapping[str, Any], str | None]:
     return (front, None) if isinstance(front, dict) else ({}, f"'{file.name}' is no front; search again")
 
 
-def _rows(front: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [row for row in as_list(front.get("members")) if isinstance(row, Mapping) and isinstance(row.get("id"), str)]
-
-
 def _members(front: Mapping[str, Any]) -> list[Point]:
-    found = []
-    for row in _rows(front):
-        values = mapping(mapping(row.get("subnet")).get("values"))
-        found.append(Point(row["id"], numbers(row.get("scores")), values))
-    return found
+    rows = [row for row in as_list(front.get("members")) if isinstance(row, Mapping) and isinstance(row.get("id"), str)]
+    return [
+        Point(row["id"], numbers(row.get("scores")), mapping(mapping(row.get("subnet")).get("values")), row)
+        for row in rows
+    ]
 
 
-def _front_rows(
-    members: Sequence[Point], front: Mapping[str, Any], command: Sequence[str] | None
-) -> list[dict[str, Any]]:
-    layers = {row["id"]: row.get("layers") for row in _rows(front)}
+def _front_rows(members: Sequence[Point], command: Sequence[str] | None) -> list[dict[str, Any]]:
     shown, left = [], LAYERS
     for member in members:
-        own = layers.get(member.id)
+        own = member.row.get("layers")
         left -= len(own) if isinstance(own, list) else 0
         shown.append(
             {
@@ -141,7 +138,6 @@ def _goals(
     front: Mapping[str, Any], config: Mapping[str, Any], points: Sequence[Point]
 ) -> tuple[list[Objective], list[Constraint]]:
     """Objectives and constraints: of the front, before there is one of the config, else of the scores."""
-    from weft.errors import SearchError
     from weft.search.objectives import Objective, parse_constraints
 
     goals = [
@@ -164,26 +160,13 @@ def _goals(
         return goals, []
 
 
-def _evenly_spaced(members: Sequence[Point], most: int) -> list[Point]:
-    """At most so many, from the first to the last."""
-    if len(members) <= most:
-        return list(members)
-    return [members[at * (len(members) - 1) // (most - 1)] for at in range(most)] if most > 1 else list(members[:1])
-
-
-def _rounded(scores: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: rounded(value) for name, value in scores.items()}
+def _sampled(scores: ScoredSubnets, front: Mapping[str, Any]) -> tuple[list[Point], int]:
+    sample = scores.of(front.get("context"))
+    return sample.points(), sample.count
 
 
 def _search_config(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
     return mapping(mapping(manifest.get("config")).get("search"))
-
-
-def _modified(file: Path) -> int:
-    try:
-        return file.stat().st_mtime_ns
-    except OSError:
-        return 0
 
 
 _scores = SummaryCache(ScoredSubnets)

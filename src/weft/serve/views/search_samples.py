@@ -6,8 +6,8 @@ import hashlib
 import heapq
 import json
 import math
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,9 +28,6 @@ SCORED = 2000
 CONTEXTS = 4
 """The most contexts that are kept. Scores under other weights, data or batches are of another context."""
 
-LONGEST = 1 << 15
-"""The most bytes of a line of scores; a longer one is damage."""
-
 BEST = 0.1
 """The share of the subnets that counts as best."""
 
@@ -47,6 +44,8 @@ class Point:
     id: str
     scores: Mapping[str, float]
     values: Mapping[str, Any] = field(default_factory=dict)
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """Of a member of a front, all that its file has of it."""
 
 
 class Sample:
@@ -88,36 +87,25 @@ class ScoredSubnets(LineSummary):
         self.samples: OrderedDict[str, Sample] = OrderedDict()
         """By context; the one with the newest line is the last."""
 
-    def add_line(self, line: bytes) -> None:
-        record = parse(line) or {} if len(line) <= LONGEST else {}
-        subnet, context, scores = record.get("subnet"), record.get("context"), record.get("scores")
-        values = record.get("values")
-        if not isinstance(subnet, str) or not isinstance(context, str):
-            self.damaged += bool(line.strip())
-            return
-        if not isinstance(scores, Mapping) or not isinstance(values, Mapping):
+    def add_event(self, event: Mapping[str, Any]) -> None:
+        subnet, context, scores, values = (event.get(name) for name in ("subnet", "context", "scores", "values"))
+        if not (isinstance(subnet, str) and isinstance(context, str)):
             self.damaged += 1
             return
-        result = {**numbers(scores), **numbers(record.get("costs"))}
+        if not (isinstance(scores, Mapping) and isinstance(values, Mapping)):
+            self.damaged += 1
+            return
+        result = {**numbers(scores), **numbers(event.get("costs"))}
         sample = self.samples.pop(context, None) or Sample()
         self.samples[context] = sample
         if len(self.samples) > CONTEXTS:
             self.samples.popitem(last=False)
         sample.add(Point(subnet[:64], result, values))
 
-    def of(self, context: str | None, members: Iterable[Point] = ()) -> tuple[list[Point], int]:
-        """The subnets of a context and how many there were; by default of the context of most members."""
-        if context not in self.samples:
-            known = {member.id: member.scores for member in members}
-
-            def agreeing(one: str) -> int:
-                points = (point for point in self.samples[one].points() if point.id in known)
-                return sum(all(known[p.id].get(name) == value for name, value in p.scores.items()) for p in points)
-
-            # Of equal ones the newest.
-            context = max(reversed(self.samples), key=agreeing, default=None)
-        sample = self.samples.get(context) if context is not None else None
-        return (sample.points(), sample.count) if sample is not None else ([], 0)
+    def of(self, context: object) -> Sample:
+        """The subnets of a context; where it is not known, of the newest."""
+        newest = next(reversed(self.samples.values()), Sample())
+        return self.samples.get(context, newest) if isinstance(context, str) else newest
 
 
 def numbers(values: object) -> dict[str, float]:
@@ -129,8 +117,6 @@ def best_first_order(
     points: Sequence[Point], objectives: Sequence[Objective], constraints: Sequence[Constraint] = ()
 ) -> list[Point]:
     """Best first: by the rank of their front, then by the first objective; subnets that break a constraint are last."""
-    import numpy as np
-
     from weft.search.objectives import losses, violations
     from weft.utils.pareto import ranks
 
@@ -161,15 +147,10 @@ def option_frequencies(best_first: Sequence[Point], choices: Choices = ()) -> li
         left -= len(options)
         if left < 0 or not known:
             break
-        keys = [_key(option) for option in options]
         row: dict[str, Any] = {"name": name, "options": list(options)}
         for part, subnets in (("best", best), ("all", known)):
-            counts = dict.fromkeys(keys, 0)
-            for values in subnets:
-                key = _key(values[name]) if name in values else None
-                if key is not None and key in counts:
-                    counts[key] += 1
-            row[part] = [rounded(counts[key] / len(subnets)) for key in keys]
+            counts = Counter(_key(values[name]) for values in subnets if name in values)
+            row[part] = [rounded(counts[_key(option)] / len(subnets)) for option in options]
         result.append(row)
     return result
 
@@ -241,13 +222,13 @@ class MixtureHistory(LineSummary):
             self._size = found.size
             self._mixtures = VectorCurve(max(10, min(STEPS, NUMBERS // self._size)))
         if found.size == self._size:  # another size than that of the first mixture is damage
-            self._mixtures.add(step, step, found)
+            self._mixtures.put(step, (1, step, found))
 
     def to_json(self) -> dict[str, Any] | None:
         """The document of the page."""
         if self._mixtures is None or sum(len(options) for _, options in self.choices) != self._size:
             return None
-        rows = self._mixtures.sums()
+        rows = self._mixtures.rows()
         reach = len(rows) // (2 * WINDOW)
         means = []
         for at in range(len(rows)):

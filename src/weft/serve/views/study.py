@@ -1,11 +1,10 @@
-"""The view `tune` of a run: its study, from the events or, where those are gone, from the result."""
+"""The view `tune` of a run: its study, from the events; its storage is not read."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,8 @@ from weft.errors import SpaceError
 from weft.runs import run as lock
 from weft.runs.run import read_manifest
 from weft.serve.event_log import Lru, SummaryCache
-from weft.serve.fields import as_list, is_number, mapping, read_mapping, rounded, whole_number
-from weft.serve.views.study_events import JobBar, StudyEvents, TrialState, device_bars, trial_rows, values_of
+from weft.serve.fields import as_list, mapping, read_mapping, rounded
+from weft.serve.views.study_events import StudyEvents, TrialState, device_bars, trial_rows
 from weft.utils.files import read_json
 
 if TYPE_CHECKING:
@@ -23,20 +22,46 @@ if TYPE_CHECKING:
 OPTIONS = 100
 """The most options of a parameter that are shown."""
 
+ALWAYS = 1000
+"""With up to so many trials, importances are computed again at each end of a trial; with more, at each tenth more."""
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """A range of numbers, or options without an order."""
+Shares = dict[str, list[list[Any]]]
 
-    name: str
-    log: bool = False
-    options: tuple[Any, ...] | None = None
-    low: float | None = None
-    high: float | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        options = None if self.options is None else list(self.options[:OPTIONS])
-        return {"name": self.name, "log": self.log, "options": options, "low": self.low, "high": self.high}
+def present(run: Path) -> bool:
+    """Whether the run is a study."""
+    return (run / "results" / "study.json").is_file() or read_mapping(run, read_manifest).get("kind") == "study"
+
+
+def document(run: Path) -> dict[str, Any]:
+    """The study of a run; importances are those that it wrote where they cannot be computed."""
+    running = lock.is_held(run / "lock")
+    return _events.query(run / "events.jsonl", lambda events: _document(run, events, running))
+
+
+def _document(run: Path, events: StudyEvents, running: bool) -> dict[str, Any]:
+    manifest, result = read_mapping(run, read_manifest), read_mapping(run / "results" / "study.json", read_json)
+    study, space = mapping(manifest.get("study")), read_space(events.space)
+    directions = mapping(study.get("objectives"))
+    names = [str(name) for name in as_list(study.get("names")) if name in directions] or list(directions)
+    objectives = [(name, directions[name] == "maximize") for name in names]
+    trials, bars = list(events.trials.values()), [*events.done, *events.running.values()]
+    if not running:  # a driver that was killed wrote nothing about its jobs
+        bars = [bar if bar.end is not None else replace(bar, end=events.now, state="interrupted") for bar in bars]
+        trials = [trial if trial.state != "running" else replace(trial, state="waiting") for trial in trials]
+    fits = [trial.fit for trial in trials if trial.fit is not None]
+    return {
+        "study": str(manifest.get("name") or run.name),
+        "objectives": [{"name": name, "maximize": up} for name, up in objectives],
+        "parameters": [] if space is None else parameters(space),
+        "trials": trial_rows(trials, bool(objectives) and objectives[0][1]),
+        "count": events.count,
+        "importances": importances(space, trials, objectives, str(run)) or _written(result, names),
+        "devices": device_bars(bars, events.devices, events.began or 0.0),
+        "began": events.began,
+        "fit": {strategy: fits.count(strategy) for strategy in dict.fromkeys(fits)},
+        "damaged": events.damaged,
+    }
 
 
 def read_space(value: object) -> Space | None:
@@ -49,56 +74,29 @@ def read_space(value: object) -> Space | None:
         return None
 
 
-def parameters_of_space(space: Space) -> list[Parameter]:
-    """The parameters of a space, in its order; evenly spaced integers are a range."""
+def parameters(space: Space) -> list[dict[str, Any]]:
+    """The parameters of a space, in its order: ranges of numbers, as evenly spaced integers are, or options."""
     from weft.space import Floats, Integers
     from weft.tune.study.optuna import step_of
 
     found = []
     for name, choice in space.choices.items():
+        row: dict[str, Any] = {"name": name, "log": False, "options": None, "low": None, "high": None}
         if isinstance(choice, Floats):
-            found.append(Parameter(name, choice.log, None, choice.low, choice.high))
+            row |= {"log": choice.log, "low": choice.low, "high": choice.high}
         elif isinstance(choice, Integers) and len(choice.values) > 2 and step_of(choice) is not None:
-            found.append(Parameter(name, False, None, choice.values[0], choice.values[-1]))
+            row |= {"low": choice.values[0], "high": choice.values[-1]}
         else:
-            found.append(Parameter(name, options=tuple(choice.options)))
+            row["options"] = list(choice.options[:OPTIONS])
+        found.append(row)
     return found
 
 
-def parameters_of_config(value: object) -> list[Parameter]:
-    """The parameters of a configuration: lists of options, and tables with low and high."""
-    found = []
-    for name, given in value.items() if isinstance(value, Mapping) else ():
-        if isinstance(given, list):
-            found.append(Parameter(str(name), options=tuple(given)))
-        elif isinstance(given, Mapping) and all(is_number(given.get(end)) for end in ("low", "high")):
-            found.append(Parameter(str(name), bool(given.get("log")), None, given["low"], given["high"]))
-    return found
-
-
-def observed_parameters(params: Iterable[Mapping[str, Any]]) -> list[Parameter]:
-    """The parameters of trials, where no space is known.
-
-    >>> [one.name for one in observed_parameters([{"lr": 0.1, "width": 16}, {"lr": 0.2, "kind": "adam"}])]
-    ['lr', 'width', 'kind']
-    """
-    by_name: dict[str, dict[str, Any]] = {}
-    for one in params:
-        for name, value in one.items():
-            by_name.setdefault(str(name), {})[json.dumps(value, sort_keys=True, default=str)] = value
-    found = []
-    for name, values in by_name.items():
-        if all(is_number(value) for value in values.values()):
-            found.append(Parameter(name, False, None, min(values.values()), max(values.values())))
-        else:
-            found.append(Parameter(name, options=tuple(values[key] for key in sorted(values))))
-    return found
-
-
-ALWAYS = 1000
-"""With up to so many trials, importances are computed again at each end of a trial; with more, at each tenth more."""
-
-Shares = dict[str, list[list[Any]]]
+def _written(result: Mapping[str, Any], names: Sequence[str]) -> Shares:
+    """The importances in results/study.json, which are those of the first objective."""
+    shares = [(name, one) for name, one in mapping(result.get("importances")).items() if isinstance(one, float)]
+    rows = [[name, rounded(one)] for name, one in sorted(shares, key=lambda pair: -pair[1])]
+    return {names[0]: rows} if names and rows else {}
 
 
 def importances(
@@ -142,93 +140,6 @@ def _fits(trial: TrialState, space: Space, objectives: int) -> bool:
     values = trial.values or []
     known = all(name in space.choices and space.choices[name].contains(value) for name, value in trial.params.items())
     return trial.state == "complete" and len(values) == objectives and None not in values and known
-
-
-@dataclass(frozen=True, slots=True)
-class StudyView:
-    """A study as its files have it."""
-
-    name: str
-    objectives: Sequence[tuple[str, bool]]
-    """Names, and whether they are maximized."""
-    trials: Sequence[TrialState]
-    bars: Sequence[JobBar]
-    space: Space | None = None
-    parameters: Sequence[Parameter] = ()
-    devices: Mapping[str, int | None] | None = None
-    began: float | None = None
-    count: int | None = None
-    importances: Mapping[str, Any] | None = None
-    """Those that the study wrote, for where they cannot be computed."""
-    damaged: int = 0
-
-    def document(self, key: str) -> dict[str, Any]:
-        """The document of the page; the key names the study."""
-        fits = [trial.fit for trial in self.trials if trial.fit is not None]
-        parameters = self.parameters or observed_parameters(trial.params for trial in self.trials)
-        maximize = bool(self.objectives) and self.objectives[0][1]
-        return {
-            "study": self.name,
-            "objectives": [{"name": name, "maximize": up} for name, up in self.objectives],
-            "parameters": [parameter.to_json() for parameter in parameters],
-            "trials": trial_rows(self.trials, maximize),
-            "count": len(self.trials) if self.count is None else self.count,
-            "importances": importances(self.space, self.trials, self.objectives, key) or dict(self.importances or {}),
-            "devices": device_bars(self.bars, self.devices or {}, self.began or 0.0),
-            "began": self.began,
-            "fit": {strategy: fits.count(strategy) for strategy in dict.fromkeys(fits)},
-            "damaged": self.damaged,
-        }
-
-
-def present(run: Path) -> bool:
-    """Whether the run is a study."""
-    return (run / "results" / "study.json").is_file() or read_mapping(run, read_manifest).get("kind") == "study"
-
-
-def document(run: Path) -> dict[str, Any]:
-    """The study of a run, from its events or its result; its storage is not read."""
-    running = lock.is_held(run / "lock")
-    return _events.query(run / "events.jsonl", lambda events: _of_run(run, events, running).document(str(run)))
-
-
-def _of_run(run: Path, events: StudyEvents, running: bool) -> StudyView:
-    manifest, result = read_mapping(run, read_manifest), read_mapping(run / "results" / "study.json", read_json)
-    study, config, space = mapping(manifest.get("study")), mapping(manifest.get("config")), read_space(events.space)
-    directions = {**mapping(result.get("objectives")), **mapping(study.get("objectives"))}
-    names = [str(name) for name in as_list(study.get("names")) if name in directions] or list(directions)
-    trials, bars = list(events.trials.values()), [*events.done, *events.running.values()]
-    if not trials:
-        rows = as_list(result.get("trials"))
-        trials = [_trial_of_result(row, names) for row in rows if isinstance(row, Mapping)]
-    if not running:  # a driver that was killed wrote nothing about its jobs
-        bars = [bar if bar.end is not None else replace(bar, end=events.now, state="interrupted") for bar in bars]
-        trials = [trial if trial.state != "running" else replace(trial, state="waiting") for trial in trials]
-    shares = [
-        [name, rounded(one)] for name, one in mapping(result.get("importances")).items() if isinstance(one, float)
-    ]
-    return StudyView(
-        name=str(manifest.get("name") or run.name),
-        objectives=[(name, directions[name] == "maximize") for name in names],
-        trials=trials,
-        bars=bars,
-        space=space,
-        parameters=parameters_of_config(config.get("space")) if space is None else parameters_of_space(space),
-        devices=events.devices,
-        began=events.began,
-        count=max(events.count, len(trials)),
-        importances={names[0]: sorted(shares, key=lambda pair: -(pair[1] or 0.0))} if names and shares else {},
-        damaged=events.damaged,
-    )
-
-
-def _trial_of_result(row: Mapping[str, Any], names: Sequence[str]) -> TrialState:
-    """A trial of results/study.json."""
-    trial = TrialState(whole_number(row.get("number")) or 0, mapping(row.get("params")), str(row.get("state")))
-    values = row.get("values")
-    trial.values = values_of([values.get(name) for name in names]) if isinstance(values, Mapping) else None
-    trial.add_notes(mapping(row.get("notes")))
-    return trial
 
 
 _events = SummaryCache(StudyEvents)

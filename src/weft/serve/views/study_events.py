@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.runs.events import ENDS, parse
+from weft.runs.events import ENDS
 from weft.serve.event_log import LineSummary
 from weft.serve.fields import as_list, finite, rounded, whole_number
 
@@ -50,14 +50,10 @@ class TrialState:
 
     def add_notes(self, notes: Mapping[str, Any]) -> None:
         """Take in what the driver wrote of the trial at its end."""
-        devices, fit, error = notes.get("devices"), notes.get("fit"), notes.get("error")
+        fit, error = notes.get("fit"), notes.get("error")
         self.seconds = finite(notes.get("seconds"))
-        if isinstance(devices, list) and not self.devices:
-            self.devices = [str(one) for one in devices]
         self.estimated = first_whole(notes.get("memory"), self.estimated)
         self.measured = whole_number(notes.get("peak"))
-        self.attempts = whole_number(notes.get("attempts")) or self.attempts
-        self.fused = whole_number(notes.get("fused")) or self.fused
         self.fit = str(fit.get("strategy", fit.get("way"))) if isinstance(fit, Mapping) else None
         self.error = error.strip().splitlines()[-1][:300] if isinstance(error, str) and error.strip() else None
 
@@ -143,29 +139,15 @@ def device_bars(bars: Sequence[JobBar], devices: Mapping[str, int | None], began
     """Every device with its memory and its bars, in seconds since the study began; a job on several devices is a bar
     on each."""
     found = []
-    for name in dict.fromkeys([*devices, *(device for bar in bars for device in bar.devices)]):
+    for name, memory in devices.items():
         own = sorted((bar for bar in bars if name in bar.devices), key=lambda bar: bar.start)
         rows = []
         for bar, lane in zip(own, assign_lanes([(bar.start, bar.end) for bar in own]), strict=True):
             end = None if bar.end is None else round(bar.end - began, 3)
             times = {"start": round(bar.start - began, 3), "end": end, "lane": lane}
-            memory = {"estimated": bar.estimated, "measured": bar.measured}
-            rows.append({"job": bar.job, "trials": bar.trials, **times, **memory, "state": bar.state})
-        found.append({"name": name, "memory": devices.get(name), "bars": rows})
-    return found
-
-
-def numbered(names: Sequence[str]) -> list[str]:
-    """The names, with a number where one comes again.
-
-    >>> numbered(["local/cpu", "local/cpu"])
-    ['local/cpu', 'local/cpu (2)']
-    """
-    counts: dict[str, int] = {}
-    found = []
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
-        found.append(name if counts[name] == 1 else f"{name} ({counts[name]})")
+            bytes_of = {"estimated": bar.estimated, "measured": bar.measured}
+            rows.append({"job": bar.job, "trials": bar.trials, **times, **bytes_of, "state": bar.state})
+        found.append({"name": name, "memory": memory, "bars": rows})
     return found
 
 
@@ -173,8 +155,6 @@ TRIALS = 5000
 """The most trials that are kept; of more, the newest."""
 
 BARS = 1000
-LONGEST = 1 << 15
-"""The most bytes of the line that proposes a trial; a longer one is damage."""
 
 
 class StudyEvents(LineSummary):
@@ -195,11 +175,7 @@ class StudyEvents(LineSummary):
         """As JSON, from the study's start."""
         self._places: list[str] = []
 
-    def add_line(self, line: bytes) -> None:
-        event = parse(line)
-        if event is None:
-            self.damaged += bool(line.strip())
-            return
+    def add_event(self, event: Mapping[str, Any]) -> None:
         kind, time = event.get("event"), finite(event.get("time"))
         if kind == "started":
             self.space = event.get("space", self.space)
@@ -213,11 +189,13 @@ class StudyEvents(LineSummary):
             self._set_devices(event)
         elif kind in ENDS:
             self._interrupt(str(kind))
-        elif kind in ("lost", "exceeded"):
-            self._fail(event, str(kind))
+        elif kind in ("lost", "exceeded") and str(event.get("job")) in self.running:
+            bar = self.running[str(event.get("job"))]
+            bar.measured = first_whole(event.get("needed"), bar.measured)
+            self._close(bar.job, str(kind))
         elif kind == "placed":
             self._place(event, trials)
-        elif kind != "proposed" or len(line) <= LONGEST:
+        else:
             for trial in trials:
                 self._update(trial, event, str(kind))
 
@@ -240,17 +218,13 @@ class StudyEvents(LineSummary):
             self._end(trial, event)
 
     def _place(self, event: Mapping[str, Any], trials: Sequence[TrialState]) -> None:
-        node, names, places = event.get("node"), str(event.get("devices") or "").split(), event.get("places")
-        devices = [f"{node}/{name}" if isinstance(node, str) else name for name in names]
-        if isinstance(places, list) and all(isinstance(at, int) and 0 <= at < len(self._places) for at in places):
-            devices = [self._places[at] for at in places]
+        places = [at for at in map(whole_number, as_list(event.get("places"))) if at is not None]
+        devices = [self._places[at] for at in places if at < len(self._places)]
         job, estimated = str(event.get("job")), first_whole(event.get("estimated"), event.get("memory"))
-        self._close(job, "lost", self.now)
+        self._close(job, "lost")
         bar = JobBar(job, [one.number for one in trials], devices, self.now, estimated=estimated)
         bar.left = set(bar.trials)
         self.running[job] = bar
-        for name in devices:
-            self.devices.setdefault(name, None)
         for trial in trials:
             trial.state, trial.devices, trial.fused = "running", devices, len(trials)
             trial.attempts += 1
@@ -267,23 +241,17 @@ class StudyEvents(LineSummary):
             bar.measured = max((one for one in (bar.measured, trial.measured) if one is not None), default=None)
             if not bar.left:
                 states = {self.trials[at].state for at in bar.trials if at in self.trials}
-                self._close(bar.job, next(iter(states)) if len(states) == 1 else "complete", self.now)
-
-    def _fail(self, event: Mapping[str, Any], state: str) -> None:
-        bar = self.running.get(str(event.get("job")))
-        if bar is not None:
-            bar.measured = first_whole(event.get("needed"), bar.measured)
-            self._close(bar.job, state, self.now)
+                self._close(bar.job, next(iter(states)) if len(states) == 1 else "complete")
 
     def _interrupt(self, state: str) -> None:
         for job in list(self.running):
-            self._close(job, state, self.now)
+            self._close(job, state)
 
-    def _close(self, job: str, state: str, at: float) -> None:
+    def _close(self, job: str, state: str) -> None:
         bar = self.running.pop(job, None)
         if bar is None:
             return
-        bar.end, bar.state = max(at, bar.start), state
+        bar.end, bar.state = self.now, state
         for one in bar.left & self.trials.keys():
             self.trials[one].state = "waiting"
         self.done.append(bar)
@@ -291,6 +259,8 @@ class StudyEvents(LineSummary):
     def _set_devices(self, event: Mapping[str, Any]) -> None:
         names, memory = event.get("now"), event.get("memory")
         if isinstance(names, list):
-            self._places = numbered([str(name) for name in names])
+            words = [str(name) for name in names[:1024]]
+            counts = [words[: at + 1].count(word) for at, word in enumerate(words)]
+            self._places = [word if n == 1 else f"{word} ({n})" for word, n in zip(words, counts, strict=True)]
             sizes = memory if isinstance(memory, list) and len(memory) == len(names) else [None] * len(names)
-            self.devices |= {name: whole_number(size) for name, size in zip(self._places, sizes, strict=True)}
+            self.devices |= {name: whole_number(size) for name, size in zip(self._places, sizes, strict=False)}
