@@ -45,7 +45,7 @@ from weft.plan.planner import plan_captured
 from weft.plan.redistribution import gathered_again, gathered_bytes
 from weft.plan.runtime import ParallelModule, StepOptions, parallelize
 from weft.plan.runtime.apply import transfer_splits
-from weft.plan.runtime.redistribute import MeshCollectives, ReshardAfterForward
+from weft.plan.runtime.redistribute import Collective, MeshCollectives, ReshardAfterForward
 from weft.plan.sharding import REPLICATED, Mesh, OpSplit, ShardingStrategy, operand_placements, splits
 from weft.utils.rng import generator
 
@@ -280,20 +280,14 @@ def test_micro_batches_of_one_sample_run_though_their_program_is_another(tmp_pat
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
     """The collectives that this process takes part in, by their kinds."""
-    kinds, found = ("_all_reduce", "_all_gather", "_reduce_scatter", "_all_to_all"), Counter[str]()
+    found, before = Counter[str](), MeshCollectives._run
 
-    def counting(kind: str) -> Callable[..., None]:
-        before = getattr(MeshCollectives, kind)
-
-        def call(self: MeshCollectives, *given: Any) -> None:
-            found[kind[1:]] += 1
-            before(self, *given)
-
-        return call
+    def counting(self: MeshCollectives, kind: Collective, *given: Any) -> None:
+        found[str(kind)] += 1
+        before(self, kind, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        for kind in kinds:
-            patch.setattr(MeshCollectives, kind, counting(kind))
+        patch.setattr(MeshCollectives, "_run", counting)
         yield found
 
 
@@ -509,14 +503,14 @@ def test_what_else_a_module_in_stages_does(tmp_path: Path) -> None:
                 same(f"clipped: {key}", module.full_tensor(value.grad), whole * min(1, limit / float(norm)))
 
     def gradients_travel_once_a_step(rank: int) -> None:
-        module, asked, before = text(), Counter[int](), MeshCollectives._all_reduce
+        module, asked, before = text(), Counter[int](), MeshCollectives._run
 
-        def counting(self: MeshCollectives, tensor: Tensor, axis: int) -> None:
-            asked[tensor.numel()] += 1
-            before(self, tensor, axis)
+        def counting(self: MeshCollectives, kind: Collective, taken: Tensor, *given: Any) -> None:
+            asked[taken.numel()] += kind is Collective.ALL_REDUCE
+            before(self, kind, taken, *given)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(MeshCollectives, "_all_reduce", counting)
+            patch.setattr(MeshCollectives, "_run", counting)
             module.step(wanted.batch)
         sizes = Counter(value.numel() for value in module.parameters())
         if module.stage == 0:

@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.hardware.machine import DeviceSpec, Link, Machine
-from weft.plan.configurations import ParallelConfig, price_assignment
+from weft.plan.configurations import ParallelConfig, price_assignment, solve_stages
 from weft.plan.costs import Tables, TrainingSpec
 from weft.plan.graph import PARAMETER, Dim, Graph, Operator, Read
 from weft.plan.graph import Tensor as Laid
 from weft.plan.sharding import Mesh
 from weft.plan.solver import OverLimit
-from weft.plan.stage_search import solve_stages
 
 DEVICE = DeviceSpec({"float32": 1e13}, ((1e6, 0.1), (1e9, 0.8)), 1e12, 1e10, 0.0)
 MACHINE = Machine("test", DEVICE, (Link("node", None, 1e10, 1e-6),))

@@ -132,21 +132,8 @@ class Machine:
 
     def to_json(self) -> dict[str, Any]:
         """The value in the types of JSON, as `from_json` reads it."""
-        return {
-            "name": self.name,
-            "device": {
-                "peak": dict(self.device.peak),
-                "efficiency": [list(point) for point in self.device.efficiency],
-                "bandwidth": self.device.bandwidth,
-                "capacity": self.device.capacity,
-                "overhead": self.device.overhead,
-                "launch": self.device.launch,
-            },
-            "levels": [
-                {"name": level.name, "devices": level.devices, "bandwidth": level.bandwidth, "latency": level.latency}
-                for level in self.levels
-            ],
-        }
+        found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
+        return found
 
     @classmethod
     def from_json(cls, value: Any, where: str = "machine") -> Machine:
