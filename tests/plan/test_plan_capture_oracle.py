@@ -409,8 +409,8 @@ class Steps(nn.Module):
 
 
 RECURRENT: list[tuple[Callable[[], nn.Module], int]] = [
-    *((partial(kind, 6, 8, 2, bidirectional=True), 1) for kind in (nn.LSTM, nn.GRU, nn.RNN)),
-    *((partial(kind, 6, 8, 2, batch_first=True), 1) for kind in (nn.LSTM, nn.GRU, nn.RNN)),
+    *((partial(kind, 6, 8, 2, bidirectional=True), 1) for kind in (nn.LSTM, nn.GRU)),
+    *((partial(kind, 6, 8, 2, batch_first=True), 1) for kind in (nn.LSTM, nn.RNN)),
     *((lambda kind=kind: Steps(kind(6, 8)), 2) for kind in (nn.LSTMCell, nn.GRUCell, nn.RNNCell)),
 ]
 
@@ -449,7 +449,12 @@ def test_outermost_axes_of_a_group_are_cut_alike(factors: list[int], data: st.Da
 SEEN: set[str] = set()  # an operator that one model has like another is run in parts once
 
 
-@pytest.mark.parametrize("name", TRANSFORMERS)
+LARGE = ("bert", "convnext", "gpt2", "vit", "whisper")  # the others have nearly all of their operators
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in LARGE else ()) for name in TRANSFORMERS]
+)
 def test_every_operator_of_a_model_of_transformers_in_parts_is_the_operator(name: str) -> None:
     model, batch = transformer(name)
     noisy(model)
@@ -460,11 +465,11 @@ def test_every_operator_of_a_model_of_transformers_in_parts_is_the_operator(name
     assert wrong == []
 
 
-@pytest.mark.parametrize("name", ["digits-conv", "nas-bench-macro", "vit-test", "gpt-test"])
+@pytest.mark.parametrize("name", ["digits-conv", "nas-bench-macro", "gpt-test"])
 def test_every_operator_of_a_subnet_of_the_zoo_in_parts_is_the_operator(name: str) -> None:
     chain = weft.initialise(zoo.find(name)(), 1)
     model = noisy(weft.extract(chain, chain.space.sample(generator(0, name))).train())
-    shapes = {"digits-conv": (4, 1, 8, 8), "nas-bench-macro": (4, 3, 32, 32), "vit-test": (4, 1, 8, 8)}
+    shapes = {"digits-conv": (4, 1, 8, 8), "nas-bench-macro": (4, 3, 32, 32)}
     batch = torch.randn(shapes[name]) if name in shapes else index(4, 6, below=20)
     captured = capture(model, batch, loss=lambda output, batch: output.square().mean())
     assert captured.graph.unknown == {}

@@ -90,6 +90,7 @@ def agrees(problem: Problem, entries: int) -> None:
     assert near(found.bound, best)
     assert near(problem.weight(found.assignment), found.weight)
     assert found.weight <= problem.limit
+    assert found.entries <= entries  # no table is above what is allowed
 
 
 def test_two_layers_that_would_each_do_best_alone_agree_when_moving_costs_more():
@@ -131,7 +132,7 @@ def test_the_least_weight_counts_only_assignments_that_may_meet():
 @pytest.mark.parametrize("entries", [1 << 20, 6, 1], ids=["eliminated", "some", "branched"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_optimum_is_that_of_brute_force(kind: str, entries: int):
-    for number in range(30):
+    for number in range(24):
         draw = rng.generator("solve", kind, number)
         count = int(draw.integers(1, 7))
         agrees(problem_of(kind, count, draw, forbid=number % 3 == 0, weigh=number % 2 == 0), entries)
@@ -140,7 +141,7 @@ def test_the_optimum_is_that_of_brute_force(kind: str, entries: int):
 @pytest.mark.parametrize("gap", [0.02, 0.4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_assignment_is_within_the_gap_that_is_asked_for_and_its_bound_never_above_the_optimum(kind: str, gap: float):
-    for number in range(30):
+    for number in range(12):
         draw = rng.generator("within", kind, number)
         problem = problem_of(kind, int(draw.integers(2, 7)), draw, forbid=number % 3 == 0, weigh=True)
         best, _ = brute(problem)
@@ -156,7 +157,7 @@ def test_an_assignment_is_within_the_gap_that_is_asked_for_and_its_bound_never_a
 
 def test_layers_that_all_read_one_tensor_are_within_a_hundredth_though_they_are_too_entangled_to_eliminate():
     draw = rng.generator("hub")
-    sizes = [24, 24, *[12] * 14]  # two tensors that every layer reads, each with its own wish of how they lie
+    sizes = [24, 24, *[12] * 10]  # two tensors that every layer reads, each with its own wish of how they lie
     unary = tuple(draw.gamma(2.0, 1.0, size) for size in sizes)
     chain = {(i, i + 1): draw.gamma(2.0, 1.0, (12, 12)) for i in range(2, len(sizes) - 1)}
     hubs = {(hub, i): draw.gamma(2.0, 0.3, (24, 12)) for hub in (0, 1) for i in range(2, len(sizes))}
