@@ -40,7 +40,7 @@ def order(ours: Vertex, theirs: dict[str, Any]) -> list[int]:
     return [*range(rank - 2), rank - 1, rank - 2]
 
 
-@pytest.mark.parametrize("p", [4, 8, 32])
+@pytest.mark.parametrize("p", [4, 32])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_networks_tables_and_optima_equal_pases(require: Require, name: str, p: int) -> None:
     theirs, arrays, optimum = load(require, name, p)
@@ -78,13 +78,9 @@ def test_networks_tables_and_optima_equal_pases(require: Require, name: str, p: 
 
 
 OPTIMA = {
-    ("alexnet", 16): 70320712672,
     ("alexnet", 64): 41120456048,
-    ("inception3", 16): 673045949344,
     ("inception3", 64): 553203648656,
-    ("rnnlm", 16): 2476066881536,
     ("rnnlm", 64): 935818633216,
-    ("transformer", 16): 1004992614400,
     ("transformer", 64): 521017024512,
 }
 

@@ -47,7 +47,7 @@ def best_of_all(config: ParallelConfig, found: Tables, limit: float, machine: Ma
     return best
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10_000), st.integers(2, 3), st.integers(1, 6), st.sampled_from([1.0, 0.8, 0.6]))
 def test_stages_solved_again_keep_their_memory_and_are_never_slower(
     seed: int, stages: int, count: int, part: float
