@@ -27,6 +27,23 @@ def test_the_fit_finds_the_link_that_made_the_times(q: int, bandwidth: float, la
     assert fit(rows(q, bandwidth, latency)) == (pytest.approx(bandwidth, rel=1e-4), pytest.approx(latency, rel=1e-4))
 
 
+def test_the_fit_is_the_least_square_of_the_relative_errors() -> None:
+    noisy = [
+        (kind, q, size, taken * factor)
+        for (kind, q, size, taken), factor in zip(rows(4, 1e9, 1e-4), (1.1, 0.9, 1.05, 1.2, 0.8, 1.0) * 2, strict=True)
+    ]
+
+    def error(bandwidth: float, latency: float) -> float:
+        return sum(
+            ((2 if kind == "all_reduce" else 1) * 3 * (latency + size / 4 / bandwidth) / taken - 1) ** 2
+            for kind, _, size, taken in noisy
+        )
+
+    bandwidth, latency = fit(noisy)
+    around = [(bandwidth * a, latency * b) for a in (0.999, 1.0, 1.001) for b in (0.999, 1.0, 1.001)]
+    assert min(around, key=lambda link: error(*link)) == (bandwidth, latency)
+
+
 class Known(Stopwatch):
     """A clock by which a product takes a fixed time beside its work, at a fixed rate."""
 
@@ -53,6 +70,23 @@ def test_the_rate_of_a_product_does_not_count_what_a_call_takes_beside_it(
 def test_a_product_that_does_not_show_beside_the_call_gives_no_rate() -> None:
     # 16: 0.08 us of work beside 1 us, 32: 0.66 us, 64: 5.2 us
     assert [size for size, _ in rates(Known(1e11, 1e-6), torch.float32, [16, 32, 64], 0.0)] == [32, 64]
+
+
+def test_work_is_done_often_enough_for_the_clock_and_the_slowest_process_counts() -> None:
+    told: list[float] = []
+    calls = 0
+
+    def work() -> None:
+        nonlocal calls
+        calls += 1
+
+    def slowest(seconds: float) -> float:
+        told.append(seconds)
+        return 2 * seconds
+
+    taken = Stopwatch("cpu", True, slowest)(work)
+    assert taken == 2 * told[-1] > 0
+    assert calls > 100
 
 
 def test_times_that_shrink_with_size_still_give_a_link() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +64,25 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
+class Effort:
+    """How far a solution goes: tables of at most ``entries``, to within ``gap`` of the optimum, until ``deadline``."""
+
+    entries: int
+    gap: float
+    deadline: float
+
+    @property
+    def over(self) -> bool:
+        """Whether the time is up."""
+        return time.monotonic() > self.deadline
+
+    def part(self, share: float) -> Effort:
+        """With a share of the time that is left."""
+        now = time.monotonic()
+        return replace(self, deadline=now + share * (self.deadline - now))
+
+
+@dataclass(frozen=True, slots=True)
 class Solution:
     """An assignment that keeps the limit, and what is known of the optimum: ``bound <= optimum <= cost``."""
 
@@ -70,10 +90,7 @@ class Solution:
     cost: float
     bound: float
     weight: float = 0.0
-    price: float = 0.0  # what one unit of weight costs at the limit (the multiplier of the bound)
     entries: int = 0  # of the largest table that was made
-    width: int = 0  # the most vertices that one was summed over
-    seconds: float = 0.0  # of this process's CPU
     method: str = "elimination"
 
     @property
