@@ -41,17 +41,6 @@ def test_a_batch_is_cut_where_it_has_rows_and_given_whole_elsewhere() -> None:
     assert [len(part) for part in split_batch((rows, None), 6, 2)] == [2, 2]
 
 
-def test_a_schedule_drawn_by_hand() -> None:
-    assert [" ".join(map(str, one_forward_one_backward(stage, 3, 4))) for stage in range(3)] == [
-        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
-        "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
-        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
-    ]
-    assert " ".join(map(str, one_forward_one_backward(0, 4, 1))) == "0F0 0B0"
-    with pytest.raises(PlanError, match="no such schedule"):
-        one_forward_one_backward(2, 2, 1)
-
-
 @given(st.integers(1, 6), st.integers(1, 9))
 def test_a_schedule_never_stops_holds_no_more_than_it_may_and_is_as_short_as_can_be(stages: int, count: int) -> None:
     orders = [list(one_forward_one_backward(stage, stages, count)) for stage in range(stages)]

@@ -1,4 +1,4 @@
-"""The solver's optimum is that of brute force, its assignments cost what it says, and its bounds hold."""
+"""The optimum is that of brute force, assignments cost what is said, bounds hold; also of large and equal tables."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from hypothesis import strategies as st
 
 from weft.errors import PlanError
 from weft.plan.solver import OverLimit, Problem, solve
+from weft.plan.solver import elimination as blocks
+from weft.plan.solver.compression import compress
+from weft.plan.solver.elimination import Network, eliminate, elimination_work, share_equal
+from weft.plan.solver.lagrangian import crossover, crossover_by_price
 from weft.utils import rng
 
 KINDS = ("path", "tree", "cycle", "dense", "sparse", "layers")
@@ -90,6 +94,7 @@ def agrees(problem: Problem, entries: int) -> None:
     assert near(found.bound, best)
     assert near(problem.weight(found.assignment), found.weight)
     assert found.weight <= problem.limit
+    assert found.entries <= entries  # no table is above what is allowed
 
 
 def test_two_layers_that_would_each_do_best_alone_agree_when_moving_costs_more():
@@ -120,18 +125,10 @@ def test_a_choice_that_decides_for_all_layers_is_bounded_case_by_case():
     assert (found.cost, found.bound, found.weight) == (12.0, 12.0, 0.0)
 
 
-def test_the_least_weight_counts_only_assignments_that_may_meet():
-    forbid = np.array([[math.inf, 0.0], [0.0, math.inf]])
-    problem = Problem((np.zeros(2),) * 2, {(0, 1): forbid}, (np.array([1.0, 7.0]),) * 2, limit=5.0)
-    with pytest.raises(OverLimit) as refused:
-        solve(problem)
-    assert refused.value.least == 8.0
-
-
 @pytest.mark.parametrize("entries", [1 << 20, 6, 1], ids=["eliminated", "some", "branched"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_optimum_is_that_of_brute_force(kind: str, entries: int):
-    for number in range(30):
+    for number in range(24):
         draw = rng.generator("solve", kind, number)
         count = int(draw.integers(1, 7))
         agrees(problem_of(kind, count, draw, forbid=number % 3 == 0, weigh=number % 2 == 0), entries)
@@ -140,7 +137,7 @@ def test_the_optimum_is_that_of_brute_force(kind: str, entries: int):
 @pytest.mark.parametrize("gap", [0.02, 0.4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_assignment_is_within_the_gap_that_is_asked_for_and_its_bound_never_above_the_optimum(kind: str, gap: float):
-    for number in range(30):
+    for number in range(12):
         draw = rng.generator("within", kind, number)
         problem = problem_of(kind, int(draw.integers(2, 7)), draw, forbid=number % 3 == 0, weigh=True)
         best, _ = brute(problem)
@@ -156,7 +153,7 @@ def test_an_assignment_is_within_the_gap_that_is_asked_for_and_its_bound_never_a
 
 def test_layers_that_all_read_one_tensor_are_within_a_hundredth_though_they_are_too_entangled_to_eliminate():
     draw = rng.generator("hub")
-    sizes = [24, 24, *[12] * 14]  # two tensors that every layer reads, each with its own wish of how they lie
+    sizes = [24, 24, *[12] * 10]  # two tensors that every layer reads, each with its own wish of how they lie
     unary = tuple(draw.gamma(2.0, 1.0, size) for size in sizes)
     chain = {(i, i + 1): draw.gamma(2.0, 1.0, (12, 12)) for i in range(2, len(sizes) - 1)}
     hubs = {(hub, i): draw.gamma(2.0, 0.3, (24, 12)) for hub in (0, 1) for i in range(2, len(sizes))}
@@ -167,24 +164,6 @@ def test_layers_that_all_read_one_tensor_are_within_a_hundredth_though_they_are_
     assert found.method == "bounds, weights priced"
     assert found.gap <= 0.01
     assert found.weight <= light + 0.3 * (heavy - light)
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from(KINDS))
-def test_the_optimum_does_not_depend_on_how_vertices_and_configurations_are_numbered(seed: int, kind: str):
-    draw = rng.generator("numbered", seed)
-    problem = problem_of(kind, 9, draw, forbid=False, weigh=False)
-    order = draw.permutation(9)
-    orders = [draw.permutation(len(costs)) for costs in problem.unary]
-    unary = [problem.unary[0]] * 9
-    for vertex, costs in enumerate(problem.unary):
-        unary[order[vertex]] = costs[orders[vertex]]
-    pairs = {}
-    for (i, j), table in problem.pairs.items():
-        shuffled = table[np.ix_(orders[i], orders[j])]
-        one, two = int(order[i]), int(order[j])
-        pairs[min(one, two), max(one, two)] = shuffled if one < two else shuffled.T
-    assert near(solve(Problem(tuple(unary), pairs)).cost, solve(problem).cost)
 
 
 def test_a_long_chain_of_equal_layers_is_the_power_of_one_layer():
@@ -214,10 +193,8 @@ def test_a_vertex_that_all_layers_read_costs_as_many_entries_as_it_has_classes_n
     [
         ((np.zeros(0),), {}, None, "no configuration"),
         ((np.zeros(2),) * 2, {(1, 0): np.zeros((2, 2))}, None, "the lower one first"),
-        ((np.zeros(2),) * 2, {(0, 2): np.zeros((2, 2))}, None, "not between two of 2"),
-        ((np.zeros(2),) * 2, {(0, 1): np.zeros((2, 3))}, None, r"not \(2, 2\)"),
-        ((np.zeros(2),), {}, (np.zeros(3),), "one for each configuration"),
-        ((np.zeros(2),), {}, (np.array([0.0, -1.0]),), "negative"),
+        ((np.zeros(2),) * 2, {(0, 1): np.zeros((2, 3))}, None, r"a table of \(2, 3\)"),
+        ((np.zeros(2),), {}, (np.array([0.0, -1.0]),), "for each configuration"),
         ((np.array([0.0, math.nan]),), {}, None, "not a number"),
         ((np.zeros(2),) * 2, {(0, 1): np.full((2, 2), -math.inf)}, None, "not a number or -inf"),
         ((np.full(2, math.inf),), {}, None, "configuration of vertex 0 is forbidden"),
@@ -232,3 +209,75 @@ def test_a_problem_that_is_none_is_refused(unary, pairs, weights, says):
 def test_a_problem_without_vertices_costs_nothing():
     found = solve(Problem((), {}))
     assert (found.assignment, found.cost, found.optimal) == ((), 0.0, True)
+
+
+def test_equal_tables_are_compressed_once_and_others_apart():
+    table = rng.generator("equal").random((40, 40))
+    other = table.copy()
+    other[39, 39] += 1.0  # where no sample is taken
+    edges = compress({(0, 1): table, (1, 2): table.copy(), (2, 3): other})
+    assert edges.tables[0] is edges.tables[1]
+    assert edges.tables[2] is not edges.tables[0]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**32), st.lists(st.integers(1, 7), min_size=1, max_size=4), st.sampled_from([1, 4, 16, 64]))
+def test_the_least_of_a_sum_in_blocks_is_the_least_of_the_sum(seed: int, shape: list[int], block: int):
+    draw = rng.generator("blocks", seed)
+    shape = [int(draw.integers(1, 9)), *shape]
+    terms = []
+    for _ in range(int(draw.integers(1, 5))):
+        terms.append(draw.random([n if axis == 0 or draw.random() < 0.6 else 1 for axis, n in enumerate(shape)]))
+    for axis in range(1, len(shape)):  # every axis is in some term
+        terms.append(draw.random([n if at in (0, axis) else 1 for at, n in enumerate(shape)]))
+    whole = sum(terms[1:], terms[0]).min(axis=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK", block)
+        found = blocks.min_sum(list(terms), tuple(shape))
+    assert found.shape == whole.shape
+    np.testing.assert_allclose(found, whole, rtol=1e-12)
+
+
+def test_in_a_ring_of_equal_layers_only_as_many_steps_are_computed_as_it_takes_to_double_up():
+    draw = rng.generator("once")
+    table, costs = draw.random((5, 5)), draw.random(5)
+    for count in (64, 128):
+        pairs = {(i, i + 1): table for i in range(count - 1)} | {(0, count - 1): table.T}
+        network = Network(count, compress(pairs), 1 << 20)
+        assert elimination_work(network, share_equal([costs.copy() for _ in range(count)])) <= 3 * 5**3 * math.log2(
+            count
+        )
+        assert (
+            elimination_work(network, [costs.copy() for _ in range(count)]) == network.order.work > (count - 4) * 5**3
+        )
+
+
+def test_two_assignments_are_joined_at_the_best_layer_with_what_each_layer_reads():
+    # 0 and 1 are read by 2 and 4 alone; the assignments meet best between 3 and 4, where the edge does not mind.
+    edges = {(0, 2): 5.0, (1, 4): 5.0, (2, 3): 5.0, (3, 4): 0.0, (4, 5): 5.0}
+    pairs = {edge: cost * (1 - np.eye(2)) for edge, cost in edges.items()}
+    weights = (np.array([2.0, 0.0]),) * 6
+    problem = Problem((np.array([0.0, 1.0]),) * 6, pairs, weights, limit=7.0)
+    assert crossover(problem, [1] * 6, [0] * 6) in ([0, 1, 0, 0, 1, 1], [1, 0, 1, 1, 0, 0])
+    assert crossover(replace(problem, limit=11.0), [1] * 6, [0] * 6) in ([0, 1, 0, 0, 1, 1], [1, 0, 1, 1, 0, 0])
+    assert crossover(replace(problem, limit=12.0), [1] * 6, [0] * 6) == [0] * 6
+    pairs[3, 4] = np.array([[0.0, math.inf], [math.inf, 0.0]])
+    assert crossover(Problem(problem.unary, pairs, weights, limit=1.0), [1] * 6, [0] * 6) == [1] * 6
+
+
+def test_layers_that_all_change_at_one_price_are_changed_one_after_the_other_until_the_limit_is_kept():
+    # A heavy way costs 0 and weighs 3, a light one costs 1 and weighs 0; to change between layers costs 2.
+    change = 2.0 * (1 - np.eye(2))
+    layers = 20
+    problem = Problem(
+        (np.array([0.0, 1.0]),) * layers,
+        {(i, i + 1): change for i in range(layers - 1)},
+        (np.array([3.0, 0.0]),) * layers,
+        limit=30.0,
+    )
+    network = Network(layers, compress(problem.pairs), 1 << 20)
+    assignment = crossover_by_price(
+        problem, lambda costs: eliminate(network, costs).assignment(), 1 / 3, [1] * layers, lambda cost: False
+    )
+    assert problem.cost(assignment) == 12.0
+    assert problem.weight(assignment) == 30.0

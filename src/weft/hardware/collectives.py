@@ -20,9 +20,8 @@ def all_reduce(size: ArrayLike, q: ArrayLike, bandwidth: ArrayLike, latency: Arr
     Ring: a reduce-scatter, then an all-gather. Tree: summed up to a root, then sent down, the whole tensor each round.
     """
     count, rounds = _count(q), _rounds(q)
-    ring = _time(2 * (count - 1), 2 * (count - 1) / count, size, bandwidth, latency)
-    tree = _time(2 * rounds, 2 * rounds, size, bandwidth, latency)
-    return np.minimum(ring, tree)
+    ring = 2 * (count - 1), 2 * (count - 1) / count
+    return _cheaper(ring, (2 * rounds, 2 * rounds), size, bandwidth, latency)
 
 
 def reduce_scatter(size: ArrayLike, q: ArrayLike, bandwidth: ArrayLike, latency: ArrayLike) -> Seconds:
@@ -31,14 +30,12 @@ def reduce_scatter(size: ArrayLike, q: ArrayLike, bandwidth: ArrayLike, latency:
     Ring: q - 1 steps. Tree: summed up to a root, whole, then sent down in halves.
     """
     count, rounds = _count(q), _rounds(q)
-    ring = _time(count - 1, (count - 1) / count, size, bandwidth, latency)
-    tree = _time(2 * rounds, rounds + (count - 1) / count, size, bandwidth, latency)
-    return np.minimum(ring, tree)
+    ring = count - 1, (count - 1) / count
+    return _cheaper(ring, (2 * rounds, rounds + (count - 1) / count), size, bandwidth, latency)
 
 
-def all_gather(size: ArrayLike, q: ArrayLike, bandwidth: ArrayLike, latency: ArrayLike) -> Seconds:
-    """Every device has a q-th, and gets the whole tensor of ``size``: a reduce-scatter, backwards."""
-    return reduce_scatter(size, q, bandwidth, latency)
+all_gather = reduce_scatter
+"""Every device has a q-th, and gets the whole tensor of ``size``: a reduce-scatter, backwards."""
 
 
 def all_to_all(size: ArrayLike, q: ArrayLike, bandwidth: ArrayLike, latency: ArrayLike) -> Seconds:
@@ -47,15 +44,19 @@ def all_to_all(size: ArrayLike, q: ArrayLike, bandwidth: ArrayLike, latency: Arr
     Direct: one message to each other device. Tree: each round sends half of what a device has on.
     """
     count, rounds = _count(q), _rounds(q)
-    direct = _time(count - 1, (count - 1) / count, size, bandwidth, latency)
-    tree = _time(rounds, rounds / 2, size, bandwidth, latency)
-    return np.minimum(direct, tree)
+    direct = count - 1, (count - 1) / count
+    return _cheaper(direct, (rounds, rounds / 2), size, bandwidth, latency)
 
 
-def _time(messages: ArrayLike, shares: ArrayLike, size: ArrayLike, bandwidth: ArrayLike, latency: ArrayLike) -> Seconds:
-    size = np.asarray(size, dtype=np.float64)
-    sent = np.asarray(shares) * size / np.asarray(bandwidth, dtype=np.float64)
-    return np.where(size > 0, np.asarray(messages) * np.asarray(latency, dtype=np.float64) + sent, 0.0)
+_Way = tuple[Seconds, Seconds]  # messages one after the other, and bytes sent over the size of the tensor
+
+
+def _cheaper(one: _Way, other: _Way, size: ArrayLike, bandwidth: ArrayLike, latency: ArrayLike) -> Seconds:
+    sizes, width, delay = (np.asarray(each, dtype=np.float64) for each in (size, bandwidth, latency))
+    ring, tree = (
+        np.where(sizes > 0, messages * delay + share * sizes / width, 0.0) for messages, share in (one, other)
+    )
+    return np.minimum(ring, tree)
 
 
 def _count(q: ArrayLike) -> Seconds:

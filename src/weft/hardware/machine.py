@@ -120,33 +120,18 @@ class Machine:
         groups that cross it share it. The slowest link of the slowest group counts, and the greatest latency crossed.
         A group of one device sends nothing: (inf, 0).
         """
-        if not -len(mesh_sizes) <= axis < len(mesh_sizes):
-            raise PlanError(f"a mesh of {len(mesh_sizes)} axes has no axis {axis}")
         asked = math.prod(mesh_sizes)
         if self.devices is not None and asked > self.devices:
             raise PlanError(
                 f"the mesh {mesh_sizes} needs {asked} devices, and machine '{self.name}' has {self.devices}: "
                 "take a smaller mesh, or a machine whose outermost level joins more"
             )
-        return _link(self.levels, tuple(mesh_sizes), axis % len(mesh_sizes))
+        return _link(self.levels, tuple(mesh_sizes), axis)
 
     def to_json(self) -> dict[str, Any]:
         """The value in the types of JSON, as `from_json` reads it."""
-        return {
-            "name": self.name,
-            "device": {
-                "peak": dict(self.device.peak),
-                "efficiency": [list(point) for point in self.device.efficiency],
-                "bandwidth": self.device.bandwidth,
-                "capacity": self.device.capacity,
-                "overhead": self.device.overhead,
-                "launch": self.device.launch,
-            },
-            "levels": [
-                {"name": level.name, "devices": level.devices, "bandwidth": level.bandwidth, "latency": level.latency}
-                for level in self.levels
-            ],
-        }
+        found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
+        return found
 
     @classmethod
     def from_json(cls, value: Any, where: str = "machine") -> Machine:

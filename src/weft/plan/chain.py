@@ -15,7 +15,6 @@ from weft.hardware.machine import Machine
 from weft.hardware.machine import machine as machine_of
 from weft.plan.capture import capture
 from weft.plan.costs import TrainingSpec, tables
-from weft.plan.graph import Graph
 from weft.plan.sharding import Mesh
 from weft.space import Subnet
 from weft.space.choice import Choice
@@ -126,31 +125,22 @@ def _layer_seconds(
     chain: Chain, batch: Mapping[str, Tensor], subnets: Sequence[Subnet], machine: Machine, training: TrainingSpec
 ) -> dict[str, float]:
     """Seconds of each layer in a step, the mean over the subnets that were captured with it."""
-    sums: dict[str, float] = {}
-    seen: dict[str, int] = {}
+    found: dict[str, list[float]] = {}
     captured = 0
     for subnet in dict.fromkeys(subnets):
-        route = [layer.name for layer in chain.route(subnet)]
-        if captured == CAPTURED or (captured >= 3 and all(name in seen for name in route)):
+        route = chain.route(subnet)
+        if captured == CAPTURED or (captured >= 3 and all(layer.name in found for layer in route)):
             continue
         captured += 1
-        example = {name: tensor[:1] for name, tensor in batch.items()}
-        plain = extract(chain, subnet, example)
-        names = chain.inputs or tuple(batch)[:1]
-        extra = dict.fromkeys(name for layer in chain.route(subnet) for name in layer.extra_inputs)
-        graph = capture(plain, tuple(batch[name] for name in dict.fromkeys((*names, *extra)))).graph
-        for name, seconds in _by_layer(graph, route, machine, training).items():
-            sums[name] = sums.get(name, 0.0) + seconds
-            seen[name] = seen.get(name, 0) + 1
-    return {name: total / seen[name] for name, total in sums.items()}
-
-
-def _by_layer(graph: Graph, route: Sequence[str], machine: Machine, training: TrainingSpec) -> dict[str, float]:
-    made = tables(graph, Mesh((1,)), machine, training)
-    found = dict.fromkeys(route, 0.0)
-    roots = {name.replace(".", "_"): name for name in route}  # as an extracted module calls them
-    for operator, costs in zip(graph.operators, made.compute, strict=True):
-        name = roots.get(operator.module.split(".")[0])
-        if name is not None:
-            found[name] += float(costs[0])
-    return found
+        plain = extract(chain, subnet, {name: tensor[:1] for name, tensor in batch.items()})
+        extra = (name for layer in route for name in layer.extra_inputs)
+        names = dict.fromkeys((*(chain.inputs or tuple(batch)[:1]), *extra))
+        graph = capture(plain, tuple(batch[name] for name in names)).graph
+        roots = {layer.name.replace(".", "_"): layer.name for layer in route}  # as an extracted module calls them
+        own = dict.fromkeys(roots.values(), 0.0)
+        for operator, costs in zip(graph.operators, tables(graph, Mesh((1,)), machine, training).compute, strict=True):
+            if name := roots.get(operator.module.split(".")[0]):
+                own[name] += float(costs[0])
+        for name, seconds in own.items():
+            found.setdefault(name, []).append(seconds)
+    return {name: sum(every) / len(every) for name, every in found.items()}

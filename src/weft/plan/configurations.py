@@ -1,12 +1,15 @@
 """The configurations of a plan: how many stages, which mesh, how many micro-batches, and whether to recompute.
 
-They are enumerated, the most promising first, and each is solved for the splits that suit it best.
+They are enumerated, the most promising first, and each is solved for the splits that suit it best. The first assignment
+of several stages keeps the memory of all together. Once the cut is known, each stage may fill its own memory: with few
+micro-batches in flight there is more room in the last stages. Then the graph is cut anew.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,10 +23,12 @@ from weft.plan.options import PlanRequest
 from weft.plan.pipeline_stages import OpLoad, StageCut, cut, stage_anchors
 from weft.plan.redistribution import gathered_bytes, meshes
 from weft.plan.sharding import Mesh
-from weft.plan.solver import OverLimit, solve
+from weft.plan.solver import OverLimit, Problem, solve
 
 SECONDS = 5.0  # for one solution; what it then proves is its bound
 _RESERVATIONS = 4  # solutions on one stage, each of which leaves room for what the one before gathers
+_STAGE_SECONDS = 0.5  # for one stage, solved again
+_PASSES = 3  # over all stages, each solved with the others as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +168,54 @@ def price_assignment(
             lower_bound=step if bound is None else min(step, _step_seconds(config, max(bound, launching), found)),
         ),
     )
+
+
+def solve_stages(
+    found: SolvedConfig, machine: Machine, memory_limit: float, tolerance: float, deadline: float = math.inf
+) -> SolvedConfig:
+    """The configuration, or a faster one of the same mesh, stages and micro-batches: each stage is solved again within
+    the memory of its own devices."""
+    config, best = found.config, found
+    seen: set[tuple[int, ...]] = set()
+    while best.assignment not in seen and len(seen) < _PASSES and time.monotonic() < deadline:
+        seen.add(best.assignment)
+        assignment = list(best.assignment)
+        try:
+            for stage in range(config.stages):
+                inside = [op for op, of in enumerate(best.stage_cut.stage) if of == stage]
+                room = memory_limit - best.stage_cut.gathered[stage]
+                in_flight = min(config.training.microbatches, config.stages - stage)
+                problem = _stage_problem(config.graph, found.tables, inside, assignment, in_flight, room)
+                solved = solve(problem, tolerance=tolerance / 4, time_limit=_STAGE_SECONDS)
+                for op, choice in zip(inside, solved.assignment, strict=True):
+                    assignment[op] = choice
+            made = price_assignment(config, machine, found.tables, tuple(assignment), memory_limit)
+        except OverLimit:
+            break
+        if made.cost.step_time < best.cost.step_time:
+            bound = min(found.cost.lower_bound, made.cost.step_time)
+            best = replace(made, cost=replace(made.cost, lower_bound=bound))
+    return best
+
+
+def _stage_problem(
+    graph: Graph, found: Tables, inside: Sequence[int], around: Sequence[int], in_flight: int, limit: float
+) -> Problem:
+    """The operators of one stage as a problem, where all others have the configurations ``around``."""
+    number = {op: at for at, op in enumerate(inside)}
+    costs = {op: found.compute[op] for op in inside}
+    pairs = {}
+    for (source, reader), table in found.moves.items():
+        if source in number and reader in number:
+            pairs[number[source], number[reader]] = table
+        elif reader in number:
+            costs[reader] = costs[reader] + table[around[source]]
+        elif source in number:
+            costs[source] = costs[source] + table[:, around[reader]]
+    # No flight multiplies what a parameter takes.
+    flights = [1 if graph.operators[op].kind == PARAMETER else in_flight for op in inside]
+    weights = tuple(count * found.memory[op] for count, op in zip(flights, inside, strict=True))
+    return Problem(tuple(costs.values()), pairs, None if math.isinf(limit) else weights, limit)
 
 
 def _launch_seconds(config: ParallelConfig, machine: Machine) -> list[float]:

@@ -22,7 +22,6 @@ from weft.plan.sharding import (
     Mesh,
     OpSplit,
     Placements,
-    gradient_placements,
     operand_placements,
     result_placements,
     shards,
@@ -228,7 +227,7 @@ class _CostBuilder:
         there = count * (2 if regathered else 1) * forward
         if not (result.gradient and operand.gradient):
             return there
-        back, back_of = _distinct([gradient_placements(operand, split) for split in readers])
+        back, back_of = _distinct([result_placements(operand, split) for split in readers])
         stored, stored_of = _distinct([without_partials(result_placements(result, split)) for split in sources])
         backward = self._moving.table(size, back, stored).T[np.ix_(stored_of, back_of)]
         if not parameter:
@@ -259,7 +258,7 @@ class _CostBuilder:
             for (one, first), (other, second) in pairwise(reading.items()):
                 least = self.edge(stored.outputs[0], every, first, choices[one], parameter=True).min(0)
                 own, others = (
-                    [(operand_placements(tensor, split), gradient_placements(tensor, split)) for split in choices[op]]
+                    [(operand_placements(tensor, split), result_placements(tensor, split)) for split in choices[op]]
                     for op, tensor in ((one, first), (other, second))
                 )
                 alike = np.array([[a == b for b in others] for a in own])

@@ -88,11 +88,6 @@ class Operator:
     module: str = ""
     known: bool = True
 
-    def __post_init__(self) -> None:
-        for tensor in (*(read.tensor for read in self.reads), *self.outputs):
-            if len(tensor.dims) != len(tensor.shape):
-                raise ValueError(f"'{self.name}': {len(tensor.dims)} dimensions for the shape {tensor.shape}")
-
 
 @dataclass(frozen=True, slots=True)
 class Graph:
@@ -101,12 +96,6 @@ class Graph:
     name: str
     operators: tuple[Operator, ...]
     notes: tuple[str, ...] = field(default=())  # how it was captured, where that matters
-
-    def __post_init__(self) -> None:
-        for op, operator in enumerate(self.operators):
-            for read in operator.reads:
-                if not 0 <= read.source < op:
-                    raise ValueError(f"'{operator.name}' reads from {read.source}, which does not come before it")
 
     def __len__(self) -> int:
         return len(self.operators)

@@ -88,20 +88,14 @@ class PlanRequest:
             raise PlanError(f"machine '{found.name}' has no peak for '{dtype}'{nearest(dtype, peaks)}")
         limit = found.device.capacity if options.memory is None else _bytes(options.memory)
         training = TrainingSpec(dtype, OPTIMIZER_BYTES[options.optimizer])
-        request = cls(found, devices, limit, training, options)
-        request._check_parts(batch_size(graph))
-        return request
-
-    def _check_parts(self, size: int) -> None:
-        stages, count, mesh = self.options.stages, self.options.microbatches, self.options.mesh
-        if stages is not None and (stages < 1 or self.devices % stages):
-            raise PlanError(f"{self.devices} devices cannot be {stages} equal stages")
+        size, stages, count, mesh = batch_size(graph), options.stages, options.microbatches, options.mesh
+        if stages is not None and (stages < 1 or devices % stages):
+            raise PlanError(f"{devices} devices cannot be {stages} equal stages")
         if count is not None and (count < 1 or (size and size % count)):
             raise PlanError(f"a batch of {size} is not {count} equal micro-batches")
-        if mesh is not None and math.prod(mesh) * (stages or 1) != self.devices:
-            raise PlanError(
-                f"a mesh of {'x'.join(map(str, mesh))} in {stages or 1} stages is not {self.devices} devices"
-            )
+        if mesh is not None and math.prod(mesh) * (stages or 1) != devices:
+            raise PlanError(f"a mesh of {'x'.join(map(str, mesh))} in {stages or 1} stages is not {devices} devices")
+        return cls(found, devices, limit, training, options)
 
 
 def _bytes(memory: str | float) -> float:

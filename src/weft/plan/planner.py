@@ -24,6 +24,7 @@ from weft.plan.configurations import (
     parallel_configs,
     price_assignment,
     solve_config,
+    solve_stages,
 )
 from weft.plan.costs import SplitFilter, TrainingSpec, tables
 from weft.plan.graph import Graph, microbatch
@@ -32,7 +33,6 @@ from weft.plan.plan import Plan
 from weft.plan.saved import SavedPlan, read_plan, read_splits
 from weft.plan.sharding import REPLICATED, Mesh, OpSplit
 from weft.plan.solver import OverLimit
-from weft.plan.stage_search import solve_stages
 from weft.utils.units import format_bytes
 
 _TRYING = 0.75  # the part of the time in which configurations are tried; the rest is for solving them better

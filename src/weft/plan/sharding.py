@@ -59,13 +59,9 @@ def operand_placements(tensor: Tensor, split: OpSplit) -> Placements:
 
 
 def result_placements(tensor: Tensor, split: OpSplit) -> Placements:
-    """The placements of a result: partial where a dimension is split that it lacks."""
+    """The placements of a result: partial where a dimension is split that it lacks. An operand's gradient
+    has the same as it comes out of the backward."""
     return tuple(REPLICATED if dim < 0 else tensor.dims.index(dim) if dim in tensor.dims else PARTIAL for dim in split)
-
-
-def gradient_placements(tensor: Tensor, split: OpSplit) -> Placements:
-    """The placements of an operand's gradient as it comes out of the backward: those of a result."""
-    return result_placements(tensor, split)
 
 
 def without_partials(placements: Placements) -> Placements:

@@ -350,10 +350,7 @@ def _factory(node: fx.Node) -> Made:
     if name == "full":
         filling = node.args[2] if len(node.args) > 2 else node.kwargs["fill_value"]
         return torch.ops.aten.full.default, (size, filling), options
-    makers: dict[str, Callable[..., Any]] = {
-        "zeros": torch.ops.aten.zeros.default,
-        "ones": torch.ops.aten.ones.default,
-    }
+    makers = {"zeros": torch.ops.aten.zeros.default, "ones": torch.ops.aten.ones.default}
     return makers.get(name, torch.ops.aten.empty.memory_format), (size,), options
 
 

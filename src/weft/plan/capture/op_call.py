@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from weft.plan.graph import Dim
+from weft.plan.graph import Dim, Tensor
 
 AxisNames = tuple[str | None, ...]  # for each axis of a tensor the name of its dimension
 
@@ -40,6 +40,10 @@ class TensorValue:
     @property
     def floating(self) -> bool:
         return self.dtype.is_floating_point or self.dtype.is_complex
+
+    def tensor(self, dims: tuple[int | None, ...], gradient: bool) -> Tensor:
+        """As an operator of the graph sees it."""
+        return Tensor(self.shape, self.dtype.itemsize, dims, gradient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +138,8 @@ def iteration_space(
     extra: float = 0.0,
 ) -> IterationSpace:
     """The iteration space of tensors with named axes. A dimension may be split into a number of parts that divides
-    every axis that has its name (and ``max_parts[name]``), unless it is ``unsplittable``."""
+    every axis that has its name (and ``max_parts[name]``), unless it is ``unsplittable``. By default operands are
+    read and results written; a view moves nothing."""
     sizes: dict[str, int] = {}
     parts: dict[str, int] = {}
     for value, labels in (*zip(call.results, results, strict=True), *zip(call.operands, reads, strict=True)):
@@ -146,14 +151,15 @@ def iteration_space(
                 parts[name] = math.gcd(parts.get(name, 0), size)
     for name, limit in (max_parts or {}).items():
         parts[name] = math.gcd(parts.get(name, 0), limit)
-    numbers = {name: number for number, name in enumerate(sizes)}
+    numbers: dict[str | None, int | None] = {None: None, **{name: number for number, name in enumerate(sizes)}}
+    touched = 0.0 if kind == "view" else sum(value.bytes for value in (*call.operands, *call.results))
     return IterationSpace(
         kind,
         tuple(Dim(name, size, 1 if name in unsplittable else max(parts[name], 1)) for name, size in sizes.items()),
-        tuple(tuple(None if name is None else numbers[name] for name in labels) for labels in reads),
-        tuple(tuple(None if name is None else numbers[name] for name in labels) for labels in results),
+        tuple(tuple(numbers[name] for name in labels) for labels in reads),
+        tuple(tuple(numbers[name] for name in labels) for labels in results),
         flops,
-        sum(value.bytes for value in (*call.operands, *call.results)) if moved is None else moved,
+        touched if moved is None else moved,
         backward,
         tuple(saved_operands),
         tuple(saved_results),

@@ -34,7 +34,7 @@ from weft.plan.runtime.redistribute import (
     redistribute,
     redistribution_steps,
 )
-from weft.plan.sharding import REPLICATED, Mesh, Placements, ShardingStrategy, gradient_placements, without_partials
+from weft.plan.sharding import REPLICATED, Mesh, Placements, ShardingStrategy, result_placements, without_partials
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def lower(
 
 
 def _operand_request(call: ShardedCall, operand: Operand) -> tuple[Placements, Placements]:
-    return call.operand_placements(operand), gradient_placements(operand.tensor, call.split)
+    return call.operand_placements(operand), result_placements(operand.tensor, call.split)
 
 
 # A value as it is read -> the placements of its gradients, in the order of its readers.

@@ -82,8 +82,9 @@ class StageP2P:
         nothing waits for anything else, and processes with different programs find out."""
         pairs = sorted({(each.edge.source, each.edge.target) for each in (*self.receives, *self.sends)})
         for source, target in pairs:
-            both = [each for each in (*self.receives, *self.sends) if _ends(each) == (source, target)]
-            digest = torch.tensor([_digest(both)], device=self.device)
+            both = [e for e in (*self.receives, *self.sends) if (e.edge.source, e.edge.target) == (source, target)]
+            own = hashlib.blake2b(repr(both).encode(), digest_size=7).digest()
+            digest = torch.tensor([int.from_bytes(own, "little")], device=self.device)
             for group, giver, taker in ((self.grid.forward, source, target), (self.grid.backward, target, source)):
                 if self.grid.stage == giver:
                     dist.send(digest, dst=self.grid.rank(taker), group=group)
@@ -95,14 +96,6 @@ class StageP2P:
                         f"stages {giver} and {taker} do not agree on what they send: their processes were given "
                         "different models, batches or plans"
                     )
-
-
-def _ends(item: P2PTensor) -> tuple[int, int]:
-    return item.edge.source, item.edge.target
-
-
-def _digest(items: Sequence[P2PTensor]) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(items).encode(), digest_size=7).digest(), "little")
 
 
 def _plain(tensor: Tensor) -> Tensor:

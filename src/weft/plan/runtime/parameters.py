@@ -57,7 +57,10 @@ def register_tensors(
         placements = strategy.result(captured.graph, owner.source)
         if owner not in made:
             trained = captured.graph.operators[owner.source].outputs[0].gradient
-            made[owner] = _parameter(_found(found, captured.parameters[used]), mesh, device, placements, trained)
+            spread = _spread(_found(found, captured.parameters[used]), mesh, device, placements)
+            # A copy: where nothing is cut, it would be the model's own memory.
+            own = DTensor.from_local(spread.to_local().clone(), mesh, spread.placements, run_check=False)
+            made[owner] = nn.Parameter(own, requires_grad=trained)
         _register(module, name, made[owner])
         parameters[value], placements_of[value] = name, placements
     buffers: dict[ValueRef, str] = {}
@@ -85,15 +88,6 @@ def storage_owners(program: CapturedProgram, model: nn.Module) -> dict[ValueRef,
         memory = source.data_ptr() if source.numel() else id(source), tuple(source.shape)
         out[value] = first.setdefault(memory, value)
     return out
-
-
-def _parameter(
-    source: Tensor, mesh: DeviceMesh, device: torch.device, placements: Placements, trained: bool
-) -> nn.Parameter:
-    spread = _spread(source, mesh, device, placements)
-    # A copy: where nothing is cut, it would be the model's own memory.
-    own = DTensor.from_local(spread.to_local().clone(), mesh, spread.placements, run_check=False)
-    return nn.Parameter(own, requires_grad=trained)
 
 
 def _spread(source: Tensor, mesh: DeviceMesh, device: torch.device, placements: Placements) -> DTensor:

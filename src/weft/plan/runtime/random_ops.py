@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.errors import PlanError
 from weft.plan.runtime.program import CannotShard, Kernel, LocalKernel, Operand, ShardedCall, operands
 from weft.plan.runtime.redistribute import MeshCollectives, redistribution_steps
 from weft.plan.sharding import REPLICATED, Placements
@@ -151,9 +150,3 @@ def rng_digest(device: torch.device) -> int:
     """A number that tells states of the device's generator apart."""
     state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
     return int.from_bytes(hashlib.blake2b(state.numpy().tobytes(), digest_size=7).digest(), "little")
-
-
-def require_equal_rng(digests: Tensor) -> None:
-    """Raises PlanError where the processes' generators differ."""
-    if not bool((digests == digests[0]).all()):
-        raise PlanError("the model draws at random, but the processes' generators differ: seed torch alike on all")

@@ -118,7 +118,7 @@ class MeshCollectives:
         if axes:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         for axis in axes:
-            self._all_reduce(tensor, axis)
+            self._run(Collective.ALL_REDUCE, tensor, tensor, axis)
         return tensor
 
     def shard(self, tensor: Tensor, axis: int, tensor_axis: int) -> Tensor:
@@ -131,34 +131,27 @@ class MeshCollectives:
             return self.shard(tensor, step.axis, step.new).contiguous()
         if step.kind is Collective.ALL_REDUCE:
             return self.all_reduce(tensor, (step.axis,))
-        if step.kind is Collective.REDUCE_SCATTER:
-            given = _stacked(tensor, step.new, size)
-            taken = torch.empty_like(given[0])
-            self._reduce_scatter(taken.view(-1), given.view(-1), step.axis)
-            return taken
         if tensor.dtype == torch.bool:  # not every backend sends it
             return self._move(tensor.view(torch.uint8), step).view(torch.bool)
-        if step.kind is Collective.ALL_TO_ALL:
-            given = _stacked(tensor, step.new, size)
-            taken = torch.empty_like(given)
-            self._all_to_all(taken.view(-1), given.view(-1), step.axis)
-        else:
+        if step.kind is Collective.ALL_GATHER:
             given = tensor.contiguous()
             taken = given.new_empty((size, *given.shape))
-            self._all_gather(taken.view(-1), given.view(-1), step.axis)
+        else:
+            given = _stacked(tensor, step.new, size)
+            taken = torch.empty_like(given[0] if step.kind is Collective.REDUCE_SCATTER else given)
+        self._run(step.kind, taken.view(-1), given.view(-1), step.axis)
+        if step.kind is Collective.REDUCE_SCATTER:
+            return taken
         return taken.movedim(0, step.old).flatten(step.old, step.old + 1).contiguous()
 
-    def _all_reduce(self, tensor: Tensor, axis: int) -> None:
-        dist.all_reduce(tensor, group=self._groups[axis])
-
-    def _all_gather(self, taken: Tensor, given: Tensor, axis: int) -> None:
-        _all_gather(taken, given, group=self._groups[axis])
-
-    def _reduce_scatter(self, taken: Tensor, given: Tensor, axis: int) -> None:
-        _reduce_scatter(taken, given, group=self._groups[axis])
-
-    def _all_to_all(self, taken: Tensor, given: Tensor, axis: int) -> None:
-        dist.all_to_all_single(taken, given, group=self._groups[axis])
+    def _run(self, kind: Collective, taken: Tensor, given: Tensor, axis: int) -> None:
+        group = self._groups[axis]
+        if kind is Collective.ALL_REDUCE:  # in place
+            dist.all_reduce(taken, group=group)
+        elif kind is Collective.ALL_TO_ALL:
+            dist.all_to_all_single(taken, given, group=group)
+        else:
+            (_all_gather if kind is Collective.ALL_GATHER else _reduce_scatter)(taken, given, group=group)
 
 
 class ShapeOnlyCollectives(MeshCollectives):
@@ -169,10 +162,7 @@ class ShapeOnlyCollectives(MeshCollectives):
         self.coordinate = (0,) * len(sizes)
         self.device = torch.device("meta")
 
-    def _all_reduce(self, tensor: Tensor, axis: int) -> None: ...
-    def _all_gather(self, taken: Tensor, given: Tensor, axis: int) -> None: ...
-    def _reduce_scatter(self, taken: Tensor, given: Tensor, axis: int) -> None: ...
-    def _all_to_all(self, taken: Tensor, given: Tensor, axis: int) -> None: ...
+    def _run(self, kind: Collective, taken: Tensor, given: Tensor, axis: int) -> None: ...
 
 
 def _stacked(tensor: Tensor, axis: int, size: int) -> Tensor:

@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import heapq
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from weft.plan.solver.compression import compress
 from weft.plan.solver.dual_bound import DualBound, sweep_work
 from weft.plan.solver.elimination import Network, elimination_work, share_equal
-from weft.plan.solver.lagrangian import BoundedSolution, costs_at
-from weft.plan.solver.local_search import Neighbours, local_search, neighbours
-from weft.plan.solver.problem import EXACT, Index, Problem
+from weft.plan.solver.lagrangian import BoundedSolution, Neighbours, costs_at, local_search, neighbours
+from weft.plan.solver.problem import EXACT, Effort, Index, Problem
 
 EASY = 1 << 24  # entries: summed in some hundredths of a second
 _SWEEPS = 2000
@@ -66,12 +63,12 @@ class _Subproblem:
     bound: float
     network: Network | None  # None: solved, no assignment in it is better than the bound
 
-    def restricted(self, alive: list[Index], entries: int) -> _Subproblem:
+    def restricted(self, alive: list[Index], effort: Effort) -> _Subproblem:
         if sum(map(len, alive)) == sum(map(len, self.kept)):
             return self
         problem = restricted(self.problem, alive)
         kept = [index[still] for index, still in zip(self.kept, alive, strict=True)]
-        return _Subproblem(problem, kept, self.bound, Network(len(kept), compress(problem.pairs), entries))
+        return _Subproblem(problem, kept, self.bound, Network.of(problem, effort.entries))
 
 
 def branch_and_bound(
@@ -80,9 +77,7 @@ def branch_and_bound(
     start: list[int],
     price: float,
     exact: Exact,
-    entries: int,
-    gap: float,
-    deadline: float,
+    effort: Effort,
     spare: float = 0.0,
     target_bound: float = math.inf,
 ) -> BoundedSolution:
@@ -95,23 +90,22 @@ def branch_and_bound(
     best.offer(start)
     all_of_them = [np.arange(len(costs)) for costs in problem.unary]
     waiting: list[tuple[float, int, list[Index]]] = [(-math.inf, 0, all_of_them)]
-    largest = widest = 0
-    gap, spare = (1 - _ROUNDING) * gap, (1 - _ROUNDING) * spare
+    largest = 0
+    gap, spare = (1 - _ROUNDING) * effort.gap, (1 - _ROUNDING) * spare
     closed, made = math.inf, 0  # the least bound of all parts that are done with; how many parts there were
     while waiting and min(closed, waiting[0][0]) < best.target(gap if made else spare, target_bound):
-        if made and time.monotonic() > deadline:
+        if made and effort.over:
             break
         bound, _, kept = heapq.heappop(waiting)
-        part = _Subproblem(problem, all_of_them, bound, network).restricted(kept, entries)
-        part = _raise_bound(part, price, best, entries, deadline, spare, target_bound)
-        late = time.monotonic() > deadline and best.cost < math.inf
-        if part.network is None or late:
+        part = _Subproblem(problem, all_of_them, bound, network).restricted(kept, effort)
+        part = _raise_bound(part, price, best, effort, spare, target_bound)
+        if part.network is None or (effort.over and best.cost < math.inf):
             closed = min(closed, part.bound)
         elif part.network.fits:
             solved = exact(part.problem, part.network, best.target(spare, target_bound))
             if solved is not None:
                 best.offer(expanded(part.kept, solved.assignment), polish=False)
-                largest, widest = max(largest, solved.entries), max(widest, solved.width)
+                largest = max(largest, solved.entries)
                 closed = min(closed, max(part.bound, solved.bound))
         else:
             vertex = _most_connected(part.problem, part.network.order.left)
@@ -120,7 +114,7 @@ def branch_and_bound(
                 fixed = [*part.kept[:vertex], np.array([choice]), *part.kept[vertex + 1 :]]
                 heapq.heappush(waiting, (part.bound, made, fixed))
     bound = min([closed, *[lower for lower, _, _ in waiting], best.target(spare, target_bound)])
-    return BoundedSolution(best.assignment, best.cost, bound, price, None, largest, widest)
+    return BoundedSolution(best.assignment, best.cost, bound, price, None, largest)
 
 
 def restricted(problem: Problem, kept: list[Index]) -> Problem:
@@ -153,7 +147,7 @@ def sweeps_to_eliminate(problem: Problem, network: Network) -> float:
 
 
 def _raise_bound(
-    part: _Subproblem, price: float, best: _Incumbent, entries: int, deadline: float, spare: float, target_bound: float
+    part: _Subproblem, price: float, best: _Incumbent, effort: Effort, spare: float, target_bound: float
 ) -> _Subproblem:
     """A part with its bound raised, and without what cannot better the best assignment by more than ``spare``: until it
     is solved, easily eliminated, or nothing more is won."""
@@ -176,16 +170,16 @@ def _raise_bound(
             if shrunk := left < count / 4:
                 break
             if sweep % 10 == 9:
-                if part.bound - before <= _STALL * (best.cost - part.bound) or time.monotonic() > deadline:
+                if part.bound - before <= _STALL * (best.cost - part.bound) or effort.over:
                     break
                 before = part.bound
             if sweep + 1 >= sweeps / 2:
                 break  # by now it might have been eliminated
             if sweep in _LOOKS and left < count:
-                rest = part.restricted(_alive(dual), entries)
+                rest = part.restricted(_alive(dual), effort)
                 if rest.network is not None and sweeps_to_eliminate(rest.problem, rest.network) <= sweep + 1:
                     return rest
-        part = part.restricted(_alive(dual), entries)
+        part = part.restricted(_alive(dual), effort)
         if not shrunk:
             return part
     return part

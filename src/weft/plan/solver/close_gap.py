@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,10 +27,9 @@ from weft.errors import PlanError
 from weft.plan.solver.branch_and_bound import expanded, restricted
 from weft.plan.solver.compression import Partition, PartitionCache
 from weft.plan.solver.elimination import Elimination
-from weft.plan.solver.lagrangian import BoundedSolution, Minimizer, costs_at, lagrangian, near
-from weft.plan.solver.local_search import layer_order
+from weft.plan.solver.lagrangian import BoundedSolution, Minimizer, costs_at, lagrangian, layer_order, near
 from weft.plan.solver.ordering import EliminationStep
-from weft.plan.solver.problem import Index, Problem, Table
+from weft.plan.solver.problem import Effort, Index, Problem, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,7 @@ def beam_search(
     price: float,
     slack: float,
     rows: int,
-    deadline: float = math.inf,
+    effort: Effort,
 ) -> BeamResult:
     """The cheapest assignment within the limit whose excess is at most ``slack``; at the deadline nothing."""
     steps = _preorder(done.steps)
@@ -62,7 +60,7 @@ def beam_search(
     trail: list[tuple[int, NDArray[np.int32], NDArray[np.int32]]] = []
     dropped = math.inf
     for at, number in enumerate(steps):
-        if time.monotonic() > deadline:
+        if effort.over:
             return BeamResult(None, 0.0)
         vertex = done.steps[number].vertex
         rest -= float(weights[vertex].min())
@@ -192,10 +190,9 @@ def branch_on_vertex(
     found: BoundedSolution,
     minimum: MakeMinimizer,
     lightest: FindLightest,
-    gap: float,
-    deadline: float,
+    effort: Effort,
 ) -> BoundedSolution:
-    """What was found with one price, with the bound raised and the cost lowered until they are within ``gap``, or to
+    """What was found with one price, with the bound raised and the cost lowered until they are within the gap, or to
     the deadline. ``minimum`` solves cases without the limit, ``lightest`` gives an assignment within it or raises."""
     cases: list[tuple[float, int, list[Index]]] = []
     closed, made = found.cost, 0  # the least bound of all cases that are done with, how many there were
@@ -204,20 +201,20 @@ def branch_on_vertex(
         if node.cost < found.cost:
             found = replace(found, assignment=node.assignment, cost=node.cost)
         vertex = _deciding(problem, node)
-        if vertex is None or near(found.cost, node.bound, gap):
+        if vertex is None or near(found.cost, node.bound, effort.gap):
             closed = min(closed, node.bound)
         else:
             for choice in kept[vertex]:
                 made += 1
                 case = [*kept[:vertex], np.array([choice]), *kept[vertex + 1 :]]
-                heapq.heappush(cases, (_bound(problem, case, node, minimum, deadline), made, case))
+                heapq.heappush(cases, (_bound(problem, case, node, minimum, effort), made, case))
         solved = None
         while solved is None:
-            if not cases or near(found.cost, cases[0][0], gap) or time.monotonic() > deadline:
+            if not cases or near(found.cost, cases[0][0], effort.gap) or effort.over:
                 bound = min([closed, found.cost, *[least for least, _, _ in cases]])
                 return replace(found, bound=max(found.bound, bound))
             least, _, kept = heapq.heappop(cases)
-            solved = _solved(restricted(problem, kept), minimum, lightest, deadline)
+            solved = _solved(restricted(problem, kept), minimum, lightest, effort)
         node = replace(
             solved,
             assignment=expanded(kept, solved.assignment),
@@ -227,18 +224,16 @@ def branch_on_vertex(
         )
 
 
-def _solved(part: Problem, minimum: MakeMinimizer, lightest: FindLightest, deadline: float) -> BoundedSolution | None:
+def _solved(part: Problem, minimum: MakeMinimizer, lightest: FindLightest, effort: Effort) -> BoundedSolution | None:
     try:
-        return lagrangian(part, minimum(part), lightest(part), deadline)
+        return lagrangian(part, minimum(part), lightest(part), effort)
     except PlanError:  # nothing in this case is within the limit
         return None
 
 
-def _bound(
-    problem: Problem, case: list[Index], node: BoundedSolution, minimum: MakeMinimizer, deadline: float
-) -> float:
+def _bound(problem: Problem, case: list[Index], node: BoundedSolution, minimum: MakeMinimizer, effort: Effort) -> float:
     """The bound of a case at the price of what it is a case of."""
-    if time.monotonic() > deadline:
+    if effort.over:
         return node.bound
     part = restricted(problem, case)
     try:

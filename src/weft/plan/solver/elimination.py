@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.plan.solver.compression import CompressedEdges, PartitionCache
+from weft.plan.solver.compression import CompressedEdges, PartitionCache, compress
 from weft.plan.solver.ordering import EliminationOrder, EliminationStep, OrderSearch
-from weft.plan.solver.problem import Table
+from weft.plan.solver.problem import Problem, Table
 
 Result = tuple[Table, Table]  # a vertex's own costs with its messages, and the table that its elimination leaves
 
@@ -34,6 +34,11 @@ class Network:
             scopes.append(tuple([pair[axis] for axis in axes[edge]]))
             parts.append(tuple([(edge.rows, edge.columns)[axis] for axis in axes[edge]]))
         self.order: EliminationOrder = OrderSearch(count, scopes, parts, edges.classes).run(entries)
+
+    @classmethod
+    def of(cls, problem: Problem, entries: int) -> Network:
+        """That of a problem, with tables of at most so many entries."""
+        return cls(len(problem.unary), compress(problem.pairs), entries)
 
     @property
     def fits(self) -> bool:

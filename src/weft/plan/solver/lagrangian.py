@@ -1,19 +1,19 @@
-"""What a unit of weight costs: the price at which the cheapest assignment just keeps the limit, and the bound that it
-gives.
+"""Assignments within a limit on the weights: by the price of a unit of weight, with a bound; and known ones changed.
 
-For any price the least of ``cost + price * weight``, less ``price * limit``, is at most the optimum.
+For any price the least of ``cost + price * weight``, less ``price * limit``, is at most the optimum. Where all layers
+of a model change together from a heavy way to a light one as weight gets more expensive, the best assignment at any
+price is far from the limit. Between them lie assignments that change at some layer, and pay once for the change.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from weft.plan.solver.elimination import Elimination, share_equal
-from weft.plan.solver.local_search import Neighbours, crossover, local_search, neighbours
-from weft.plan.solver.problem import EXACT, Problem, Table
+from weft.plan.solver.problem import EXACT, Effort, Problem, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,6 @@ class BoundedSolution:
     price: float = 0.0
     elimination: Elimination | None = None
     entries: int = 0  # of the largest table that was made
-    width: int = 0  # the most vertices that one was summed over
     over: list[int] | None = None  # the best assignments at that price over and under the limit, where there are both
     under: list[int] | None = None
 
@@ -50,7 +49,7 @@ def costs_at(problem: Problem, price: float) -> list[Table]:
     return share_equal([costs + price * weights for costs, weights in zip(problem.unary, problem.weights, strict=True)])
 
 
-def lagrangian(problem: Problem, minimum: Minimizer, light: list[int], deadline: float = math.inf) -> BoundedSolution:
+def lagrangian(problem: Problem, minimum: Minimizer, light: list[int], effort: Effort) -> BoundedSolution:
     """The best bound that a price gives, and the best assignment met on the way to it, given an assignment within the
     limit; at the deadline those so far."""
     around = neighbours(problem)
@@ -70,7 +69,7 @@ def lagrangian(problem: Problem, minimum: Minimizer, light: list[int], deadline:
             found = replace(least, bound=bound, price=slope)
         point = problem.cost(least.assignment), problem.weight(least.assignment)
         line = under[0] + slope * under[1]
-        if point[0] + slope * point[1] >= line - 1e-12 * abs(line) or time.monotonic() > deadline:
+        if point[0] + slope * point[1] >= line - 1e-12 * abs(line) or effort.over:
             break
         if point[1] > problem.limit:
             over, heavy = point, least.assignment
@@ -86,3 +85,128 @@ def lagrangian(problem: Problem, minimum: Minimizer, light: list[int], deadline:
 def _within(problem: Problem, assignment: list[int], around: Neighbours) -> list[int]:
     better = local_search(problem, assignment, around)
     return better if problem.weight(better) <= problem.limit else assignment  # rounding may have taken it over
+
+
+Neighbours = list[list[tuple[int, Table]]]
+
+
+def neighbours(problem: Problem) -> Neighbours:
+    """For each vertex its neighbours, each with the table whose rows are the neighbour's configurations."""
+    found: Neighbours = [[] for _ in problem.unary]
+    for (i, j), table in problem.pairs.items():
+        found[j].append((i, table))
+        found[i].append((j, table.T))
+    return found
+
+
+def local_search(problem: Problem, assignment: Sequence[int], around: Neighbours, rounds: int = 8) -> list[int]:
+    """An assignment that no change of one vertex improves within the limit (or the last after some rounds). Its cost is
+    never above that of ``assignment``; an assignment over the limit stays over it unless a change brings it below."""
+    changed = list(assignment)
+    weight = problem.weight(changed)
+    room = max(problem.limit, weight)
+    stale = set(range(len(changed)))
+    blocked: set[int] = set()  # those that would change, were there more room
+    for _ in range(rounds):
+        for vertex in sorted(stale):
+            stale.discard(vertex)
+            costs = problem.unary[vertex]
+            for other, table in around[vertex]:
+                costs = costs + table[changed[other]]
+            old, new = changed[vertex], int(costs.argmin())
+            extra = 0.0
+            if problem.weights is not None:
+                weights = problem.weights[vertex]
+                allowed = weights - weights[old] + weight <= room
+                if not allowed[new]:
+                    blocked.add(vertex)
+                    new = int(np.where(allowed, costs, np.inf).argmin())
+                extra = float(weights[new] - weights[old])
+            if costs[new] < costs[old]:
+                changed[vertex] = new
+                weight += extra
+                stale.update(other for other, _ in around[vertex])
+                if extra < 0:
+                    stale |= blocked
+                    blocked.clear()
+        if not stale:
+            break
+    return changed
+
+
+_FACTORS = ((0.7, 1.4), (0.5, 2.0), (0.9, 1.1))
+
+
+def crossover(problem: Problem, one: Sequence[int], other: Sequence[int]) -> list[int]:
+    """The cheapest assignment within the limit that follows one allowed assignment in the first layers and the other
+    from there on (``one`` if there is none)."""
+    position = layer_order(problem)
+    best, least = list(one), problem.cost(one) if problem.weight(one) <= problem.limit else np.inf
+    for first, then in ((one, other), (other, one)):
+        # At [t] the sums for the assignment that follows ``first`` in the positions below t.
+        change, load, forbidden = np.zeros((3, len(position) + 1))
+        for vertex, costs in enumerate(problem.unary):
+            change[position[vertex] + 1] += costs[first[vertex]] - costs[then[vertex]]
+            if problem.weights is not None:
+                weights = problem.weights[vertex]
+                load[position[vertex] + 1] = weights[first[vertex]] - weights[then[vertex]]
+        for (i, j), table in problem.pairs.items():
+            early, late = sorted((position[i], position[j]))
+            mixed = table[first[i], then[j]] if position[i] < position[j] else table[then[i], first[j]]
+            if np.isinf(mixed):
+                forbidden[early + 1] += 1
+                forbidden[late + 1] -= 1
+                mixed = 0.0
+            change[early + 1] += mixed - table[then[i], then[j]]
+            change[late + 1] += table[first[i], first[j]] - mixed
+        allowed = (problem.weight(then) + load.cumsum() <= problem.limit) & (forbidden.cumsum() == 0)
+        cut = int(np.where(allowed, change.cumsum(), np.inf).argmin())
+        assignment = [first[v] if position[v] < cut else then[v] for v in range(len(position))]
+        if problem.weight(assignment) <= problem.limit and (cost := problem.cost(assignment)) < least:
+            best, least = assignment, cost
+    return best
+
+
+def crossover_by_price(
+    problem: Problem,
+    least: Callable[[list[Table]], list[int]],
+    price: float,
+    best: list[int],
+    good_enough: Callable[[float], bool],
+) -> list[int]:
+    """The cheapest assignment met, ``best`` or one with a low price of weight up to some layer and a high one from
+    there on (or the other way round), the layer moved until the limit is just kept. ``least`` gives the best assignment
+    for given costs. Ends when a cost is ``good_enough``."""
+    position, cost = layer_order(problem), problem.cost(best)
+    weights = problem.weights or ()
+    for low, high in _FACTORS:
+        for first, then in ((low, high), (high, low)):
+            start, end = 0, len(position)
+            while end - start > 1 and not good_enough(cost):
+                cut = (start + end) // 2
+                costs = [
+                    own + price * (first if at < cut else then) * weight
+                    for own, weight, at in zip(problem.unary, weights, position, strict=True)
+                ]
+                assignment = least(share_equal(costs))
+                kept = problem.weight(assignment) <= problem.limit
+                if kept and (found := problem.cost(assignment)) < cost:
+                    best, cost = assignment, found
+                if kept == (first < then):
+                    start = cut
+                else:
+                    end = cut
+    return best
+
+
+def layer_order(problem: Problem) -> list[int]:
+    """Vertices in the order of their layers: as they are numbered, but those that read nothing next to a reader."""
+    first = list(range(len(problem.unary)))
+    reads = {j for _, j in problem.pairs}
+    for i, j in sorted(problem.pairs, reverse=True):
+        if i not in reads:
+            first[i] = j
+    positions = [0] * len(first)
+    for position, vertex in enumerate(sorted(range(len(first)), key=lambda vertex: (first[vertex], vertex))):
+        positions[vertex] = position
+    return positions

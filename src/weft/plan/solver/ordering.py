@@ -106,7 +106,6 @@ class EliminationOrder:
     left: tuple[int, ...]  # the vertices that no step eliminates
     work: int  # entries summed, were no two steps equal
     entries: int
-    width: int
 
 
 _EMPTY = StepLayout([], [], PartitionCache(), 0)
@@ -197,8 +196,7 @@ class OrderSearch:
         left = tuple(vertex for vertex, at in enumerate(latest) if at >= 0)
         work = sum(step.layout.work for step in steps)
         size = max((step.layout.size for step in steps), default=1)
-        width = max((len(step.layout.parts) for step in steps), default=0)
-        return EliminationOrder(tuple(steps), self.tables, left, work, size, width)
+        return EliminationOrder(tuple(steps), self.tables, left, work, size)
 
     def eliminate(self, vertex: int, layout: StepLayout, scope: tuple[int, ...]) -> EliminationStep:
         factors = tuple(self.at[vertex])

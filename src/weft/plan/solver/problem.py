@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,23 +32,19 @@ class Problem:
     def __post_init__(self) -> None:
         object.__setattr__(self, "unary", tuple(map(_table, self.unary)))
         object.__setattr__(self, "pairs", {edge: _table(table) for edge, table in self.pairs.items()})
-        sizes = [len(costs) if costs.ndim == 1 else 0 for costs in self.unary]
+        sizes = [len(costs) for costs in self.unary]
         if 0 in sizes:
-            raise PlanError(f"vertex {sizes.index(0)} has no configuration: each needs a vector with at least one cost")
+            raise PlanError(f"vertex {sizes.index(0)} has no configuration: each needs at least one cost")
         for (i, j), table in self.pairs.items():
-            if not 0 <= i < j < len(sizes):
-                raise PlanError(f"edge ({i}, {j}) is not between two of {len(sizes)} vertices, the lower one first")
-            if table.shape != (sizes[i], sizes[j]):
-                raise PlanError(f"edge ({i}, {j}) has a table of {table.shape}, not ({sizes[i]}, {sizes[j]})")
-        if math.isnan(self.limit):
-            raise PlanError("the limit is not a number: give the most that the weights may sum to")
+            if not 0 <= i < j < len(sizes) or table.shape != (sizes[i], sizes[j]):
+                raise PlanError(
+                    f"edge ({i}, {j}), of two vertices with the lower one first, has a table of {table.shape}"
+                )
         if self.weights is not None:
             object.__setattr__(self, "weights", tuple(map(_table, self.weights)))
-            if [weights.shape for weights in self.weights] != [(size,) for size in sizes]:
-                raise PlanError("the weights are not one for each configuration of each vertex")
-            for vertex, weights in enumerate(self.weights):
-                if not (weights >= 0).all() or np.isinf(weights).any():
-                    raise PlanError(f"vertex {vertex} has a weight that is negative or not finite")
+            for vertex, (weights, size) in enumerate(zip(self.weights, sizes, strict=True)):
+                if weights.shape != (size,) or not ((weights >= 0) & (weights < math.inf)).all():
+                    raise PlanError(f"vertex {vertex} has not a finite weight >= 0 for each configuration")
 
     def cost(self, assignment: Sequence[int]) -> float:
         """The sum of the costs of an assignment, summed exactly: the same whatever the order of the tables."""
@@ -67,6 +64,25 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
+class Effort:
+    """How far a solution goes: tables of at most ``entries``, to within ``gap`` of the optimum, until ``deadline``."""
+
+    entries: int
+    gap: float
+    deadline: float
+
+    @property
+    def over(self) -> bool:
+        """Whether the time is up."""
+        return time.monotonic() > self.deadline
+
+    def part(self, share: float) -> Effort:
+        """With a share of the time that is left."""
+        now = time.monotonic()
+        return replace(self, deadline=now + share * (self.deadline - now))
+
+
+@dataclass(frozen=True, slots=True)
 class Solution:
     """An assignment that keeps the limit, and what is known of the optimum: ``bound <= optimum <= cost``."""
 
@@ -74,10 +90,7 @@ class Solution:
     cost: float
     bound: float
     weight: float = 0.0
-    price: float = 0.0  # what one unit of weight costs at the limit (the multiplier of the bound)
     entries: int = 0  # of the largest table that was made
-    width: int = 0  # the most vertices that one was summed over
-    seconds: float = 0.0  # of this process's CPU
     method: str = "elimination"
 
     @property

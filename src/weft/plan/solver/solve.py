@@ -15,11 +15,9 @@ import numpy as np
 from weft.errors import PlanError
 from weft.plan.solver.branch_and_bound import branch_and_bound, expanded, restricted, sweeps_to_eliminate
 from weft.plan.solver.close_gap import FindLightest, MakeMinimizer, beam_search, branch_on_vertex
-from weft.plan.solver.compression import compress
 from weft.plan.solver.elimination import Network, eliminate, share_equal
-from weft.plan.solver.lagrangian import BoundedSolution, Minimizer, lagrangian, near
-from weft.plan.solver.local_search import crossover_by_price
-from weft.plan.solver.problem import EXACT, Index, Problem, Solution, Table
+from weft.plan.solver.lagrangian import BoundedSolution, Minimizer, crossover_by_price, lagrangian, near
+from weft.plan.solver.problem import EXACT, Effort, Index, Problem, Solution, Table
 
 ENTRIES = 1 << 25  # of one table: 256 MiB
 _EXPENSIVE = 32  # sweeps: what is more expensive to eliminate is bounded, for each price anew
@@ -40,82 +38,64 @@ def solve(
     >>> found.assignment, found.cost, found.optimal
     ((0, 0), 2.0, True)
     """
-    started, deadline = time.process_time(), time.monotonic() + (math.inf if time_limit is None else time_limit)
+    effort = Effort(entries, tolerance, time.monotonic() + (math.inf if time_limit is None else time_limit))
     kept = _allowed(problem)
     part = problem if kept is None else restricted(problem, kept)
-    network = Network(len(part.unary), compress(part.pairs), entries)
-    found, method = _solved(part, network, entries, tolerance, deadline)
+    found, method = _solved(part, Network.of(part, entries), effort)
     assignment = found.assignment if kept is None else expanded(kept, found.assignment)
     cost = problem.cost(assignment)
-    return Solution(
-        assignment=tuple(assignment),
-        cost=cost,
-        bound=min(cost, found.bound),
-        weight=problem.weight(assignment),
-        price=found.price,
-        method=method,
-        entries=found.entries,
-        width=found.width,
-        seconds=time.process_time() - started,
-    )
+    bound = min(cost, found.bound)
+    return Solution(tuple(assignment), cost, bound, problem.weight(assignment), found.entries, method)
 
 
-def _solved(
-    problem: Problem, network: Network, entries: int, gap: float, deadline: float
-) -> tuple[BoundedSolution, str]:
+def _solved(problem: Problem, network: Network, effort: Effort) -> tuple[BoundedSolution, str]:
     sweeps = sweeps_to_eliminate(problem, network)
     if sweeps == 0 and not problem.limited:
         return _eliminated(problem, network), "elimination"
-    light = _lightest(problem, entries)
+    light = _lightest(problem, effort)
     if not problem.limited:
-        return branch_and_bound(problem, network, light, 0.0, _eliminated_or_none, entries, gap, deadline), "bounds"
-    expensive = sweeps > _EXPENSIVE
-    minimum = _make_minimizer(problem, network, light, entries, gap, deadline)
+        return branch_and_bound(problem, network, light, 0.0, _eliminated_or_none, effort), "bounds"
+    minimum = _make_minimizer(problem, network, light, effort)
 
     def lightest(part: Problem) -> list[int]:
-        return light if part is problem else _lightest(part, entries)
+        return light if part is problem else _lightest(part, effort)
 
     def exact(part: Problem, inner: Network, target_bound: float) -> BoundedSolution | None:
         try:
-            start = _lightest(part, entries)
-            return solve_limited(
-                part, _make_minimizer(part, inner, start, entries, gap, deadline), lightest, gap, deadline, target_bound
-            )
+            start = _make_minimizer(part, inner, _lightest(part, effort), effort)
+            return solve_limited(part, start, lightest, effort, target_bound)
         except PlanError:  # nothing in this part is allowed
             return None
 
-    if not expensive:
-        return solve_limited(problem, minimum, lightest, gap, deadline), "elimination, weights priced"
+    if sweeps <= _EXPENSIVE:
+        return solve_limited(problem, minimum, lightest, effort), "elimination, weights priced"
     least = minimum(problem)
-    found = lagrangian(problem, least, light, deadline)
+    found = lagrangian(problem, least, light, effort)
     if not network.fits:  # else what is left of it soon will be eliminated, and assignments are improved there
-        found = improved(problem, found, least, gap, deadline)
-    before = None
+        found = improved(problem, found, least, effort)
+    gap, before = effort.gap, None
     while not found.within(gap) and found != before:
         before = found
         # What is little above the bound is soon looked through: it holds a better assignment, or the bound rises.
         step = max(gap / 2 * abs(found.cost), (found.cost - found.bound) / 8)
         target_bound = found.bound + step if gap else math.inf
         more = branch_and_bound(
-            problem, network, found.assignment, found.price, exact, entries, gap, deadline, gap, target_bound
+            problem, network, found.assignment, found.price, exact, effort, spare=gap, target_bound=target_bound
         )
         found = replace(more, bound=max(found.bound, more.bound))
-        if time.monotonic() > deadline:
+        if effort.over:
             break
     return found, "bounds, weights priced"
 
 
-def _make_minimizer(
-    problem: Problem, network: Network, light: list[int], entries: int, gap: float, deadline: float
-) -> MakeMinimizer:
+def _make_minimizer(problem: Problem, network: Network, light: list[int], effort: Effort) -> MakeMinimizer:
     """What solves the problem and parts of it without the limit: by elimination where that is not expensive."""
 
     def minimum(part: Problem) -> Minimizer:
-        inner = network if part is problem else Network(len(part.unary), compress(part.pairs), entries)
+        inner = network if part is problem else Network.of(part, effort.entries)
         if sweeps_to_eliminate(part, inner) <= _EXPENSIVE:
             return _eliminating(inner)
-        start = light if part is problem else _lightest(part, entries)
-        return _bounding(part, inner, start, entries, gap, deadline)
+        return _bounding(part, inner, light if part is problem else _lightest(part, effort), effort)
 
     return minimum
 
@@ -123,24 +103,22 @@ def _make_minimizer(
 def _eliminating(network: Network) -> Minimizer:
     def minimum(costs: list[Table]) -> BoundedSolution:
         done = eliminate(network, costs)
-        return BoundedSolution(
-            done.assignment(), done.value, done.value, 0.0, done, network.order.entries, network.order.width
-        )
+        return BoundedSolution(done.assignment(), done.value, done.value, 0.0, done, network.order.entries)
 
     return minimum
 
 
-def _bounding(
-    problem: Problem, network: Network, start: list[int], entries: int, gap: float, deadline: float
-) -> Minimizer:
+def _bounding(problem: Problem, network: Network, start: list[int], effort: Effort) -> Minimizer:
+    finer = replace(effort, gap=effort.gap / 16)
+
     def cheap(part: Problem, inner: Network, _: float) -> BoundedSolution | None:
-        if gap and sweeps_to_eliminate(part, inner) > _EXPENSIVE:  # a bound that is nearly as good takes far less
+        if effort.gap and sweeps_to_eliminate(part, inner) > _EXPENSIVE:  # a bound nearly as good takes far less
             return BoundedSolution([0] * len(part.unary), math.inf, -math.inf)
         return _eliminated_or_none(part, inner)
 
     def minimum(costs: list[Table]) -> BoundedSolution:
         part = Problem(tuple(costs), problem.pairs)
-        return branch_and_bound(part, network, start, 0.0, cheap, entries, gap / 16, deadline, gap / 16)
+        return branch_and_bound(part, network, start, 0.0, cheap, finer, spare=finer.gap)
 
     return minimum
 
@@ -153,20 +131,19 @@ def _eliminated(problem: Problem, network: Network) -> BoundedSolution:
     return replace(found, cost=cost, bound=min(cost, found.bound))
 
 
-def _lightest(problem: Problem, entries: int) -> list[int]:
+def _lightest(problem: Problem, effort: Effort) -> list[int]:
     """An allowed assignment of the least weight."""
     weights = problem.weights or tuple(np.zeros(len(costs)) for costs in problem.unary)
     distinct = {id(table): table for table in problem.pairs.values()}
     forbidding = {at: np.where(np.isinf(table), np.inf, 0.0) for at, table in distinct.items() if np.isinf(table.max())}
     forbids = {edge: forbidding[id(table)] for edge, table in problem.pairs.items() if id(table) in forbidding}
     unlimited = Problem(weights, forbids)
-    network = Network(len(weights), compress(forbids), entries)
+    network = Network.of(unlimited, effort.entries)
     if network.fits:
         assignment = _eliminated(unlimited, network).assignment
     else:
-        found = branch_and_bound(
-            unlimited, network, [0] * len(weights), 0.0, _eliminated_or_none, entries, EXACT, math.inf
-        )
+        proven = Effort(effort.entries, EXACT, math.inf)
+        found = branch_and_bound(unlimited, network, [0] * len(weights), 0.0, _eliminated_or_none, proven)
         if math.isinf(found.cost):
             raise PlanError(_FORBIDDEN)
         assignment = found.assignment
@@ -200,7 +177,7 @@ _FORBIDDEN = "every assignment is forbidden: some vertices have no configuration
 
 
 _ROWS = (256, 4096, 16384, 65536)
-_EFFORT = 1 << 27  # choices weighed for exactness alone, once the gap is as asked
+_LITTLE = 1 << 27  # choices weighed for exactness alone, once the gap is as asked
 _ROUNDING = 1e-12
 
 
@@ -219,31 +196,28 @@ def solve_limited(
     problem: Problem,
     minimum: MakeMinimizer,
     lightest: FindLightest,
-    gap: float,
-    deadline: float,
+    effort: Effort,
     target_bound: float = math.inf,
 ) -> BoundedSolution:
-    """The optimum, or an assignment within ``gap`` of it: exact as far as that takes little, and no longer than the
+    """The optimum, or an assignment within the gap of it: exact as far as that takes little, and no longer than the
     deadline. ``minimum`` solves it (or a part of it) without the limit, ``lightest`` gives an assignment within the
     limit. A bound of ``target_bound`` need not be raised further."""
     least = minimum(problem)
-    start = lagrangian(problem, least, lightest(problem), deadline)
-    found = improved(problem, start, least, gap, deadline)
-    found = _improved_by_beam(problem, start, found, gap, target_bound, _soon(deadline, 1 / 8))
-    if found.bound < _target(found, gap, target_bound):
-        found = branch_on_vertex(problem, found, minimum, lightest, gap, _soon(deadline, 2 / 3))
-        found = _improved_by_beam(problem, start, found, gap, target_bound, deadline)
+    start = lagrangian(problem, least, lightest(problem), effort)
+    found = improved(problem, start, least, effort)
+    found = _improved_by_beam(problem, start, found, target_bound, effort.part(1 / 8))
+    if found.bound < _target(found, effort.gap, target_bound):
+        found = branch_on_vertex(problem, found, minimum, lightest, effort.part(2 / 3))
+        found = _improved_by_beam(problem, start, found, target_bound, effort)
     return found
 
 
-def improved(
-    problem: Problem, found: BoundedSolution, least: Minimizer, gap: float, deadline: float
-) -> BoundedSolution:
+def improved(problem: Problem, found: BoundedSolution, least: Minimizer, effort: Effort) -> BoundedSolution:
     """What was found, perhaps with a better assignment, one that changes at some layer."""
-    deadline = _soon(deadline, 1 / 8)
+    short = effort.part(1 / 8)
 
     def good_enough(cost: float) -> bool:
-        return near(cost, found.bound, gap / 4) or time.monotonic() > deadline
+        return near(cost, found.bound, effort.gap / 4) or short.over
 
     if good_enough(found.cost):
         return found
@@ -252,20 +226,20 @@ def improved(
 
 
 def _improved_by_beam(
-    problem: Problem, start: BoundedSolution, found: BoundedSolution, gap: float, target_bound: float, deadline: float
+    problem: Problem, start: BoundedSolution, found: BoundedSolution, target_bound: float, effort: Effort
 ) -> BoundedSolution:
     """What was found, improved by assignments that are built from the elimination that gave the bound to start with:
     for the optimum as long as that is little work, then only to know whether any assignment is below what is aimed
     at."""
     choices = sum(map(len, problem.unary))
     for rows in _ROWS:
-        little = rows * choices <= _EFFORT
-        target = _target(found, EXACT, math.inf) if little else _target(found, gap, target_bound)
-        if found.bound >= target or start.elimination is None or time.monotonic() > deadline:
+        little = rows * choices <= _LITTLE
+        target = _target(found, EXACT, math.inf) if little else _target(found, effort.gap, target_bound)
+        if found.bound >= target or start.elimination is None or effort.over:
             break
         top = found.cost + _ROUNDING * abs(found.cost) if little else target
         slack = top - start.bound
-        met = beam_search(start.elimination, problem.weights or (), problem.limit, start.price, slack, rows, deadline)
+        met = beam_search(start.elimination, problem.weights or (), problem.limit, start.price, slack, rows, effort)
         if met.assignment is not None and problem.weight(met.assignment) <= problem.limit:
             found = _better(problem, found, met.assignment)
         found = replace(found, bound=max(found.bound, min(found.cost, top, start.bound + met.dropped)))
@@ -280,8 +254,3 @@ def _target(found: BoundedSolution, gap: float, target_bound: float) -> float:
 def _better(problem: Problem, found: BoundedSolution, assignment: list[int]) -> BoundedSolution:
     cost = problem.cost(assignment)
     return replace(found, assignment=assignment, cost=cost) if cost < found.cost else found
-
-
-def _soon(deadline: float, share: float) -> float:
-    now = time.monotonic()
-    return now + share * (deadline - now)

@@ -7,7 +7,7 @@ from weft.plan.capture.rules.elementwise import elementwise
 
 _KEEPS_RESULT = frozenset({"_safe_softmax", "softmax", "_softmax", "log_softmax", "_log_softmax"})
 _KEEPS_INDICES = frozenset({"sort", "topk", "max", "min", "kthvalue", "median", "mode", "cummax", "cummin"})
-_KEEPS_NOTHING = frozenset({"cumsum", "flip", "roll", "argmax", "argmin", "argsort", "any", "all", "diff"})
+_KEEPS_NOTHING = frozenset({"cumsum", "flip", "roll", "argmax", "argmin", "argsort", "any", "all"})
 
 
 def along(call: OpCall, axes: frozenset[int], *, kind: str = "along", cost: float = 1.0) -> IterationSpace | None:
@@ -43,20 +43,10 @@ def softmax(call: OpCall) -> IterationSpace | None:
     return along(call, call.axes(call.operands[0].rank), kind="softmax", cost=5.0)
 
 
-@rule("cumsum cumprod logcumsumexp sort topk argsort glu cummax cummin kthvalue cosine_similarity")
+@rule("cumsum cumprod logcumsumexp sort topk argsort glu cummax cummin kthvalue")
 def axis(call: OpCall) -> IterationSpace | None:
-    value = call.operands[0]
-    found = call.axes(value.rank)
-    if call.target == "aten.cosine_similarity":
-        if any(other.shape != value.shape for other in call.operands):
-            return None
-        labels = names("a", value.rank)
-        result = _without(labels, found, call.results[0].rank)
-        return iteration_space(
-            call, "along", [labels] * 2, [result], unsplittable=[labels[number] for number in found],
-            flops=6.0 * value.elements, saved_operands=[0, 1],
-        )  # fmt: skip
-    return along(call, found, cost=5.0 if "sort" in call.target or "topk" in call.target else 1.0)
+    cost = 5.0 if "sort" in call.target or "topk" in call.target else 1.0
+    return along(call, call.axes(call.operands[0].rank), cost=cost)
 
 
 @rule(
@@ -77,27 +67,11 @@ def moved(call: OpCall) -> IterationSpace | None:
     return along(call, call.axes(rank, "dims" if "dims" in call.given else "dim"))
 
 
-@rule("tril", "triu", "diff", "unfold", "diagonal")
-def placed(call: OpCall) -> IterationSpace | None:
-    """Where an entry stands along an axis, or two, decides; leading axes of triangles are free."""
-    value = call.operands[0]
-    if call.target in ("aten.tril", "aten.triu"):
-        return along(call, frozenset({value.rank - 2, value.rank - 1}))
-    if call.target == "aten.diff" and len(call.operands) == 1:
-        return along(call, call.axes(value.rank))
-    if call.target == "aten.unfold":  # (.., size, ..) -> (.., windows, .., window)
-        labels = names("a", value.rank)
-        number = call.axis(value.rank, "dimension")
-        result = (*(None if axis == number else name for axis, name in enumerate(labels)), None)
-        return iteration_space(call, "view", [labels], [result], unsplittable=[labels[number]], moved=0.0)
-    if call.target == "aten.diagonal":  # both axes leave; the diagonal comes last
-        labels = names("a", value.rank)
-        gone = {call.axis(value.rank, "dim1"), call.axis(value.rank, "dim2")}
-        kept = tuple(name for axis, name in enumerate(labels) if axis not in gone)
-        return iteration_space(
-            call, "view", [labels], [(*kept, None)], unsplittable=[labels[axis] for axis in gone], moved=0.0
-        )
-    return None
+@rule("tril", "triu")
+def triangle(call: OpCall) -> IterationSpace | None:
+    """Where an entry stands along the last two axes decides; leading axes are free."""
+    rank = call.operands[0].rank
+    return along(call, frozenset({rank - 2, rank - 1}))
 
 
 @rule("sum", "mean")

@@ -135,37 +135,3 @@ def scatter(call: OpCall) -> IterationSpace | None:
         reads.append((None,) * other.rank if (flat and number == 0) or other.rank == 0 else axes)
     whole = [name for name, kept in zip(labels, same, strict=True) if not kept]
     return iteration_space(call, "copy", reads, [labels], unsplittable=whole, saved_operands=[1])
-
-
-@rule("one_hot")
-def one_hot(call: OpCall) -> IterationSpace | None:
-    """A new axis for the classes, which is whole."""
-    labels = names("a", call.operands[0].rank)
-    return iteration_space(call, "copy", [labels], [(*labels, None)])
-
-
-@rule("searchsorted", "bucketize")
-def search(call: OpCall) -> IterationSpace | None:
-    """Each entry is looked up in a sorted vector."""
-    if call.target == "aten.bucketize":
-        labels = names("a", call.operands[0].rank)
-        return iteration_space(call, "copy", [labels, (None,)], [labels]) if len(call.operands) == 2 else None
-    if len(call.operands) != 2 or call.operands[0].rank != 1:
-        return None
-    labels = names("a", call.operands[1].rank)
-    return iteration_space(call, "copy", [(None,), labels], [labels])
-
-
-@rule("cdist", "_cdist_forward")
-def distances(call: OpCall) -> IterationSpace | None:
-    """``(b..., p, m), (b..., r, m) -> (b..., p, r)``; the points' axis is whole."""
-    left, right = call.operands
-    batch = names("b", call.results[0].rank - 2)
-    leading = call.results[0].shape[:-2]
-    one, two = broadcast(left.shape[:-2], leading, batch), broadcast(right.shape[:-2], leading, batch)
-    if one is None or two is None:
-        return None
-    return iteration_space(
-        call, "along", [(*one, "p", "m"), (*two, "r", "m")], [(*batch, "p", "r")], unsplittable=("m",),
-        flops=3.0 * call.results[0].elements * left.shape[-1], saved_operands=[0, 1], saved_results=[0],
-    )  # fmt: skip

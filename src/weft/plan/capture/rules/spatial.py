@@ -98,19 +98,3 @@ def patches(call: OpCall) -> IterationSpace | None:
         [(*leading, *(None,) * inner)],
         [(*leading, *(None,) * (result.rank - len(leading)))],
     )
-
-
-@rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
-def sample(call: OpCall) -> IterationSpace | None:
-    """Images and channels are free; where to look is given for each image."""
-    value, grid = call.operands
-    inner = names("i", value.rank - 2)
-    return iteration_space(
-        call,
-        "pool",
-        [("n", "c", *inner), ("n", *(None,) * (grid.rank - 1))],
-        [("n", "c", *(None,) * (call.results[0].rank - 2))],
-        unsplittable=inner,
-        flops=8.0 * call.results[0].elements,
-        saved_operands=[0, 1],
-    )

@@ -61,7 +61,7 @@ def reshape(call: OpCall) -> IterationSpace | None:
             for position, axis in enumerate(inner):
                 labels[axis] = f"a{number}{side}{position}"
                 whole.add(f"a{number}{side}{position}")
-    return iteration_space(call, "view", [tuple(read)], [tuple(result)], unsplittable=whole, moved=0.0)
+    return iteration_space(call, "view", [tuple(read)], [tuple(result)], unsplittable=whole)
 
 
 @rule("permute transpose t swapaxes numpy_T mT adjoint alias detach")
@@ -79,7 +79,7 @@ def permute(call: OpCall) -> IterationSpace | None:
         pair = {"transpose": ("dim0", "dim1"), "swapaxes": ("axis0", "axis1")}.get(name)
         one, two = (call.axis(rank, key) for key in pair) if pair else (rank - 2, rank - 1)
         order[one], order[two] = order[two], order[one]
-    return iteration_space(call, "view", [labels], [tuple(labels[axis] for axis in order)], moved=0.0)
+    return iteration_space(call, "view", [labels], [tuple(labels[axis] for axis in order)])
 
 
 @rule("expand", "broadcast_to")
@@ -87,16 +87,16 @@ def expand(call: OpCall) -> IterationSpace | None:
     """Axes that are repeated are free, and the operand lacks them."""
     labels = names("a", call.results[0].rank)
     read = broadcast(call.operands[0].shape, call.results[0].shape, labels)
-    return None if read is None else iteration_space(call, "view", [read], [labels], moved=0.0)
+    return None if read is None else iteration_space(call, "view", [read], [labels])
 
 
 @rule("broadcast_tensors")
 def broadcast_tensors(call: OpCall) -> IterationSpace | None:
     """Each operand expanded to the shape of all."""
     labels = names("a", call.results[0].rank)
-    found = [broadcast(value.shape, call.results[0].shape, labels) for value in call.operands]
-    reads = [axes for axes in found if axes is not None]
-    return iteration_space(call, "view", reads, [labels] * len(reads), moved=0.0) if len(reads) == len(found) else None
+    reads = [broadcast(value.shape, call.results[0].shape, labels) for value in call.operands]
+    known = [axes for axes in reads if axes is not None]
+    return iteration_space(call, "view", known, [labels] * len(known)) if len(known) == len(reads) else None
 
 
 @rule("select", "slice", "narrow", "split", "split_with_sizes", "chunk", "tensor_split", "unbind")
@@ -106,9 +106,9 @@ def cut(call: OpCall) -> IterationSpace | None:
     labels = names("a", value.rank)
     axis = call.axis(value.rank)
     if call.target == "aten.slice" and call.results[0].shape == value.shape:
-        return iteration_space(call, "view", [labels], [labels], moved=0.0)
+        return iteration_space(call, "view", [labels], [labels])
     results = [_part(labels, axis, found.rank) for found in call.results]
-    return iteration_space(call, "view", [labels], results, unsplittable=(labels[axis],), moved=0.0)
+    return iteration_space(call, "view", [labels], results, unsplittable=(labels[axis],))
 
 
 def _part(labels: AxisNames, axis: int, rank: int) -> AxisNames:
@@ -169,8 +169,8 @@ def paired(call: OpCall) -> IterationSpace | None:
     labels = names("a", rank)
     pair: AxisNames = (*labels, None)
     if call.target == "aten.view_as_complex":
-        return iteration_space(call, "view", [pair], [labels], moved=0.0)
-    return iteration_space(call, "view", [labels], [pair], moved=0.0)
+        return iteration_space(call, "view", [pair], [labels])
+    return iteration_space(call, "view", [labels], [pair])
 
 
 @rule("pixel_shuffle", "pixel_unshuffle")
