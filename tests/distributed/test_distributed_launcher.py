@@ -33,7 +33,7 @@ from pathlib import Path
 from weft.errors import NonFiniteError
 from weft.distributed.env import read_env
 from weft.distributed.store import asked_to_stop, connect, report
-from weft.distributed.log_forwarding import EventsToParent
+from weft.distributed.store import EventsToParent
 
 def mark(folder, text=""):
     env = read_env()

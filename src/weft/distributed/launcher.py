@@ -31,11 +31,11 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from weft.distributed.env import on_signals
-from weft.distributed.log_forwarding import FromStages
 from weft.distributed.remote_call import STOPPED, Call, pickled, stage
 from weft.distributed.store import (
     ATTEMPT,
     PARENT,
+    FromStages,
     ask_to_stop,
     get_death,
     get_hang,

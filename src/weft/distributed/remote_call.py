@@ -15,8 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from weft.distributed.log_forwarding import ToParent
-from weft.distributed.store import connect, die_with_parent, report_death, report_error
+from weft.distributed.store import ToParent, connect, die_with_parent, report_death, report_error
 from weft.errors import TrainError, WeftError
 
 STOPPED = 128 + signal.SIGTERM

@@ -20,12 +20,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from weft.distributed.env import DistEnv, read_env
 from weft.distributed.heartbeat import Heartbeat
-from weft.distributed.log_forwarding import EventsToParent
-from weft.distributed.rank_loop import RankLoop
 from weft.distributed.remote_call import Call, pickled
 from weft.distributed.store import (
     PARENT,
     ControlStore,
+    EventsToParent,
     asked_to_stop,
     connect,
     report,
@@ -44,7 +43,7 @@ from weft.trainer.checkpointing import load_initial
 from weft.trainer.config import checkpoint_every, validation_of
 from weft.trainer.manifest import describe_run, opened
 from weft.trainer.partitioning import LaunchSpec, RankPart, partition
-from weft.trainer.pipeline_engine import PipelineEngine
+from weft.trainer.pipeline_engine import PipelineEngine, RankLoop
 from weft.trainer.trainer import Trainer, stop_requests
 
 log = logging.getLogger("weft.pipeline")
