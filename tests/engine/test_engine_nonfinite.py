@@ -18,8 +18,8 @@ from weft.errors import NonFiniteError
 from weft.space import Space
 from weft.supernet import Chain, Choice, Shared
 from weft.trainer.config import Execution, TrainConfig, resolve
-from weft.trainer.device_engine import DeviceEngine
 from weft.trainer.metrics_log import StepRecord
+from weft.trainer.trainer import DeviceEngine
 
 WIDTH = 3
 

@@ -24,7 +24,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
@@ -164,14 +163,11 @@ class _Launch:
         return f"rank {rank} ended with exit code {code}" + (f": {text}" if text else "")
 
     def _failure(self, failures: Mapping[int, ProcessFailure]) -> str:
-        def likelihood(rank: int) -> tuple[bool, bool]:
-            # Those that elastic stopped are no cause, and an exit often follows from another stage's violent end.
-            code = failures[rank].exitcode
-            return code in (-signal.SIGTERM, STOPPED), code > 0
-
-        rank = min(failures, key=likelihood)
+        # Those that elastic stopped are no cause, and an exit often follows from another stage's violent end.
+        codes = {rank: failure.exitcode for rank, failure in failures.items()}
+        rank = min(codes, key=lambda rank: (codes[rank] in (-signal.SIGTERM, STOPPED), codes[rank] > 0))
         times = "once" if self.restarts == 1 else f"{self.restarts} times"
-        death = self._died((rank, failures[rank].exitcode))
+        death = self._died((rank, codes[rank]))
         return f"{death}; all stages were restarted {times}, which is the most allowed"
 
     def _on_start(self, attempt: int) -> None:
@@ -237,11 +233,9 @@ def inherited(variables: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in touched:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 class Deaths(logging.Handler):
@@ -347,9 +341,4 @@ class Loopback(RendezvousHandler):
         return True
 
 
-def _handler_of(parameters: RendezvousParameters) -> RendezvousHandler:
-    handler: RendezvousHandler = parameters.get("handler")
-    return handler
-
-
-rendezvous_handler_registry.register(BACKEND, _handler_of)
+rendezvous_handler_registry.register(BACKEND, lambda parameters: parameters.get("handler"))

@@ -6,7 +6,6 @@ import ctypes
 import json
 import logging
 import os
-import select
 import signal
 import socket
 import sys
@@ -100,8 +99,6 @@ def set_hang(store: Store, rank: int, text: str) -> None:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             return  # it is dead, which whoever started it has seen
-        except PermissionError:
-            pass
     store.compare_set("hang", "", text)
 
 
@@ -167,19 +164,11 @@ def die_with_parent() -> None:
 
 def _follow(parent: int) -> None:
     with suppress(ProcessLookupError):
-        _wait(parent)
+        while True:
+            with suppress(PermissionError):  # which means that it lives, as another user
+                os.kill(parent, 0)
+            time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _wait(pid: int) -> None:
-    """Returns, or raises ProcessLookupError, once a process that need not be a child has ended."""
-    if hasattr(os, "pidfd_open"):
-        select.select([os.pidfd_open(pid)], [], [])
-        return
-    while True:
-        with suppress(PermissionError):  # which means that it lives, as another user
-            os.kill(pid, 0)
-        time.sleep(1.0)
 
 
 # Small values that the ranks of a run exchange outside of their links, as JSON in the store that they share.
@@ -263,9 +252,9 @@ class EventsToParent:
 class FromStages:
     """The parent's side: ``read`` logs here what the stages have logged since, and shows their events to callbacks."""
 
-    def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = list(callbacks)
-        self._logs = self._events = 0
+        self.forget()
 
     def read(self, store: Store) -> None:
         # A number is taken before its text is there: the next look finds it.

@@ -170,9 +170,9 @@ class VersionSchedule:
         short."""
         return min((slot + 1) * self.microbatches_per_update, self.total) - 1
 
-    def steps(self, slot: int) -> int:
-        """Over how many steps the gradients of a slot are averaged."""
-        return -(-(self.last_microbatch(slot) + 1 - slot * self.microbatches_per_update) // self.m)
+    def steps(self, slot: int) -> range:
+        """The steps whose micro-batches a slot holds."""
+        return range(slot * self.microbatches_per_update // self.m, self.last_microbatch(slot) // self.m + 1)
 
     @property
     def microbatches_per_update(self) -> int:

@@ -76,9 +76,8 @@ class VersionedLayer:
         self.parameters: list[nn.Parameter] = list(trained.values())
         self._swap = ParameterSwap(module, self.parameters)
         self._aliases: list[Tensor] | None = None
-        self.single_copy = isinstance(schedule.consistency, Exact) or (
-            isinstance(schedule.consistency, VirtualPipeline) and schedule.window == 1
-        )
+        exact = isinstance(schedule.consistency, Exact)
+        self.single_copy = exact or (isinstance(schedule.consistency, VirtualPipeline) and schedule.window == 1)
         """Whether one set of tensors is enough: every reader of a version is done before the update that ends it."""
         self.version_lags: Counter[int] = Counter()
         """By how many updates the weights of a backward were newer than those of its forward, and how often."""
@@ -87,9 +86,8 @@ class VersionedLayer:
         self.newest = 0
         self.kept: dict[int, list[Tensor]] = {}
         self.pending: PendingGradients | None = None
-        single = isinstance(schedule.consistency, Exact) and schedule.m == 1
-        self.batch_stats = BatchStats(layer.name, module, single)
-        self._reads_buffers = single
+        self._reads_buffers = exact and schedule.m == 1
+        self.batch_stats = BatchStats(layer.name, module, self._reads_buffers)
         self._watched = True
         self.can_undo_forward = False
         """Whether ``undo_forward`` works, which costs a copy of the buffers that a forward may change."""
@@ -97,7 +95,6 @@ class VersionedLayer:
         """Which steps train the layer; None: all."""
         self._buffers_before: dict[str, Tensor] = {}
         self._initial_buffers = {name: (id(b), b._version) for name, b in module.named_buffers()}
-        self._several = schedule.microbatches_per_update > 1
         self.recompute_guard = RecomputeGuard(layer.name, module, schedule)
         self.inplace: InPlaceWeights | None = None
         """The leaves that updates write into, under ``bounded``."""
@@ -215,7 +212,7 @@ class VersionedLayer:
         pairs = zip(self.parameters, gradients, strict=True)
         filled = [torch.zeros_like(p) if g is None else g if g.dtype is p.dtype else g.to(p.dtype) for p, g in pairs]
         # The last of a slot is used at once; an earlier one has to outlive what autograd and the norms do next.
-        kept = self._several and self.schedule.last_microbatch(slot) != n
+        kept = self.schedule.last_microbatch(slot) != n
         if self.pending is None:
             self.pending = PendingGradients(slot, [g.clone() for g in filled] if kept else filled, [])
         else:
@@ -225,8 +222,7 @@ class VersionedLayer:
 
     def last_microbatch(self) -> int:
         """The last micro-batch of the slot that waits; its step's learning rate is the update's."""
-        assert self.pending is not None
-        return self.schedule.last_microbatch(self.pending.slot)
+        return self.schedule.last_microbatch(self.slot)
 
     @property
     def slot(self) -> int:
@@ -312,12 +308,8 @@ class VersionedLayer:
 
     def _steps(self, slot: int) -> int:
         """Over how many steps the gradients of a slot are averaged: those that train the layer."""
-        if self.trains is None or self.schedule.microbatches_per_update <= self.schedule.m:
-            return self.schedule.steps(slot)
-        schedule = self.schedule
-        first = slot * schedule.microbatches_per_update // schedule.m
-        last = schedule.last_microbatch(slot) // schedule.m
-        return sum(map(self.trains, range(first, last + 1)))
+        steps = self.schedule.steps(slot)
+        return len(steps) if self.trains is None or len(steps) == 1 else sum(map(self.trains, steps))
 
     def begin_of(self, version: int) -> int | None:
         """The number at which the kept version began that holds this one; None where it is the newest."""

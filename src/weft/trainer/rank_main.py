@@ -34,7 +34,6 @@ from weft.distributed.store import (
 )
 from weft.distributed.transport import PeerLost, Transport
 from weft.errors import RunError, TrainError, WeftError, place_in_own_code
-from weft.offload import OffloadManager
 from weft.offload.layer_memory import MemoryBlock
 from weft.runs import Run
 from weft.runs.events import Callback
@@ -69,13 +68,8 @@ def run_stages(
     cores = os.cpu_count() or 1
     enough = max(1, cores // count)
     if job.threads > enough and job.execution.device == "cpu":
-        log.warning(
-            "%d stages of %d threads share %d cores; torch.set_num_threads(%d) before training would be faster",
-            count,
-            job.threads,
-            cores,
-            enough,
-        )
+        shares = f"{count} stages of {job.threads} threads share {cores} cores"
+        log.warning("%s; torch.set_num_threads(%d) before training would be faster", shares, enough)
     from weft.distributed.launcher import launch  # with torch elastic, which a run on one device does not need
 
     run = open_it()
@@ -170,13 +164,14 @@ def _start_tracer(run: Run, me: DistEnv, part: RankPart, engine: PipelineEngine)
     spans = part.simulated if me.rank == 0 else None
     tracer.start(me.restarts, me.world, part.cut, part.config.microbatches, spans)
     if engine.offload is not None:
-        engine.offload.device.on_change = partial(_trace_memory, tracer, engine.offload)
+        device = engine.offload.device
+
+        def changed(state: str, block: MemoryBlock) -> None:
+            if block is block.layer.main:
+                tracer.memory(block.layer.name, state, time.time(), device.usage())
+
+        device.on_change = changed
     return tracer
-
-
-def _trace_memory(tracer: TraceRecorder, offload: OffloadManager, state: str, block: MemoryBlock) -> None:
-    if block is block.layer.main:
-        tracer.memory(block.layer.name, state, time.time(), offload.device.usage())
 
 
 @contextmanager
