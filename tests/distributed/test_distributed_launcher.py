@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -322,7 +321,7 @@ def test_a_bug_in_a_stage_is_reported_in_one_line_and_leaves_no_files(work, tmp_
     [
         (lambda work: Call(lambda: None), r"the function, .*<lambda>, cannot be sent"),
         (lambda work: Call(work.mark, ("/tmp", lambda: None)), r"argument 1, .*<lambda>, cannot be sent"),
-        (lambda work: Call(work.mark, (), {"folder": open(os.devnull)}), r"argument 'folder', a TextIOWrapper, cannot"),  # noqa: SIM115
+        (lambda work: Call(work.mark, (Call(lambda: None),)), r"'function', .*<lambda>, cannot be sent"),
     ],
 )
 def test_what_cannot_be_sent_to_a_stage_is_named(work, make, culprit):
@@ -455,24 +454,23 @@ SRUN = {
     "SLURM_TASKS_PER_NODE": "2(x2),1",
 }
 MEETING = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
-HERE = socket.gethostname()
 
 
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        pytest.param(TORCHRUN, DistEnv(5, 8, 1, 4, 2, HERE), id="torchrun"),
+        pytest.param(TORCHRUN, DistEnv(5, 8, 1, 4, 2), id="torchrun"),
         pytest.param({"PATH": "/bin"}, None, id="started by nobody"),
-        pytest.param(SRUN | MEETING, DistEnv(3, 5, 1, 2, 0, HERE), id="a task of srun"),
+        pytest.param(SRUN | MEETING, DistEnv(3, 5, 1, 2, 0), id="a task of srun"),
         pytest.param(
             {"SLURM_PROCID": "1", "SLURM_NTASKS": "3", "SLURM_LOCALID": "1"} | MEETING,
-            DistEnv(1, 3, 1, 3, 0, HERE),
+            DistEnv(1, 3, 1, 3, 0),
             id="three variables are enough on one machine",
         ),
-        pytest.param(SRUN | TORCHRUN, DistEnv(5, 8, 1, 4, 2, HERE), id="torchrun under slurm"),
+        pytest.param(SRUN | TORCHRUN, DistEnv(5, 8, 1, 4, 2), id="torchrun under slurm"),
         pytest.param(
             SRUN | MEETING | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
-            DistEnv(3, 4, 1, 2, 0, HERE),
+            DistEnv(3, 4, 1, 2, 0),
             id="a step smaller than its job",
         ),
         pytest.param(SRUN | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None, id="a single task"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from weft.errors import TrainError
 
 @dataclass(frozen=True, slots=True)
 class DistEnv:
-    """`rank` of `world` processes, `local_rank` of the `local_world` on this `host`; `restarts` counts the times that
+    """`rank` of `world` processes, `local_rank` of the `local_world` on this machine; `restarts` counts the times that
     all of them were started again."""
 
     rank: int
@@ -25,7 +24,6 @@ class DistEnv:
     local_rank: int
     local_world: int
     restarts: int
-    host: str
 
 
 def read_env(environment: Mapping[str, str] = os.environ) -> DistEnv | None:
@@ -62,7 +60,7 @@ def read_env(environment: Mapping[str, str] = os.environ) -> DistEnv | None:
             f"a process cannot be rank {rank} of {world} and {local_rank} of {local_world} on its machine: "
             "ranks count from 0; start the processes with torchrun, or unset RANK and WORLD_SIZE"
         )
-    return DistEnv(rank, world, local_rank, local_world, restarts, socket.gethostname())
+    return DistEnv(rank, world, local_rank, local_world, restarts)
 
 
 def _slurm(environment: Mapping[str, str]) -> tuple[int, int, int, int] | None:

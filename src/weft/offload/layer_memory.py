@@ -86,10 +86,6 @@ class LayerMemory:
         weights.memory = self
 
     @property
-    def name(self) -> str:
-        return self.weights.layer.name
-
-    @property
     def spare_size(self) -> int:
         """Room that an update may need beside the block, as micro-batches may still read the version that it ends."""
         if self.weights.single_copy:
@@ -234,10 +230,10 @@ class LayerMemory:
             for (tensor, _), view in zip(self._bound, self._host_views, strict=True):
                 tensor.data = view
         else:
-            typed = self._device.typed_views
+            typed_view = self._device.typed_view
             for tensor, slot in self._bound:
                 start = (begin + slot.offset) // slot.itemsize
-                tensor.data = typed[slot.dtype].as_strided(slot.size, slot.stride, start)
+                tensor.data = typed_view(slot.dtype).as_strided(slot.size, slot.stride, start)
         self.weights.on_rebind()
         inplace = self.weights.inplace
         if inplace is not None and begin is None:

@@ -168,7 +168,7 @@ def _start_tracer(run: Run, me: DistEnv, part: RankPart, engine: PipelineEngine)
 
         def changed(state: str, block: MemoryBlock) -> None:
             if block is block.layer.main:
-                tracer.memory(block.layer.name, state, time.time(), device.usage())
+                tracer.memory(block.layer.weights.layer.name, state, time.time(), device.usage())
 
         device.on_change = changed
     return tracer
@@ -194,8 +194,6 @@ def _opened(
 def _device(asked: torch.device, me: DistEnv) -> torch.device:
     if asked.type != "cuda":
         return asked
-    if not torch.cuda.is_available():
-        raise TrainError(f"device='{asked}', but torch sees no CUDA device on {me.host}: use device='cpu'")
     # More stages than devices share them in turn.
     device = torch.device("cuda", me.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
