@@ -37,13 +37,11 @@ def read_env(environment: Mapping[str, str] = os.environ) -> DistEnv | None:
     True
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
-        rank, world = (_number(environment, name) for name in names[:2])
+        rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
         # A launcher that says nothing of machines is taken to have one.
-        defaults = (rank, world, 0)
-        local_rank, local_world, restarts = (
-            _number(environment, name, default) for name, default in zip(names[2:], defaults, strict=True)
-        )
+        local_rank = _number(environment, "LOCAL_RANK", rank)
+        local_world = _number(environment, "LOCAL_WORLD_SIZE", world)
+        restarts = _number(environment, "TORCHELASTIC_RESTART_COUNT", 0)
     elif (task := _slurm(environment)) is not None:
         rank, world, local_rank, local_world = task
         restarts = 0

@@ -59,7 +59,7 @@ def launch(
     call: Call,
     *,
     restarts: int = 3,
-    threads: int | None = None,
+    threads: int = 1,
     callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Makes the call in `stages` processes, with RANK, WORLD_SIZE and what else torchrun sets, until all have ended.
@@ -69,16 +69,15 @@ def launch(
     SIGTERM and SIGHUP become a SIGTERM to the stages, which then have 60 s, and end in KeyboardInterrupt; a second one
     kills the stages at once.
 
-    `threads` a stage; None is OMP_NUM_THREADS, else 1. `callbacks` are called here, with each event that stage 0
-    gives to an `EventsToParent`; those of steps that are done again after a restart come again. Nothing listens beyond
-    loopback.
+    Each stage has so many `threads`. `callbacks` are called here, with each event that stage 0 gives to an
+    `EventsToParent`; those of steps that are done again after a restart come again. Nothing listens beyond loopback.
     """
     refuse_inside_a_stage()
     if stages < 1 or restarts < 0:
         raise TrainError(f"a launch needs stages >= 1 and restarts >= 0, not stages={stages} and restarts={restarts}")
     payload = pickled(call)
     variables = {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1") if threads is None else str(threads),
+        "OMP_NUM_THREADS": str(threads),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0"),
     }
     if not _one_at_a_time.acquire(blocking=False):
@@ -90,8 +89,6 @@ def launch(
 
 
 class _Launch:
-    """One launch, from its first start to its end."""
-
     def __init__(self, restarts: int, callbacks: Sequence[Callback]) -> None:
         self.restarts = restarts
         self.meeting = Loopback(f"weft-{os.getpid()}", self._on_start, self._on_round)
@@ -242,7 +239,6 @@ class Deaths(logging.Handler):
     """Reads in elastic's log which stage died first, since elastic says so nowhere else before the last death."""
 
     last: tuple[int, int] | None = None
-    """Rank and exit code."""
 
     def emit(self, record: logging.LogRecord) -> None:
         values = record.args

@@ -63,7 +63,10 @@ def stage(payload: bytes) -> None:
     logger.addHandler(ToParent(connect()))
     logger.propagate = False
     try:
-        call = _loads(payload)
+        try:
+            call: Call = pickle.loads(payload)
+        except Exception as problem:
+            raise TrainError(_importable(f"they cannot import what they are to run: {problem}")) from None
         call.function(*call.args)
     except WeftError as problem:
         report_error(connect(), problem)
@@ -82,14 +85,6 @@ def stage(payload: bytes) -> None:
             raise SystemExit(STOPPED)
     except BlockingIOError:
         pass
-
-
-def _loads(payload: bytes) -> Call:
-    try:
-        call: Call = pickle.loads(payload)
-    except Exception as problem:
-        raise TrainError(_importable(f"they cannot import what they are to run: {problem}")) from None
-    return call
 
 
 class _Pickler(pickle.Pickler):

@@ -6,6 +6,7 @@ import ctypes
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -79,7 +80,6 @@ def report_death(store: Store, rank: int, problem: BaseException) -> None:
 
 
 def get_death(store: Store, rank: int) -> str:
-    """What `report_death` left, or an empty text."""
     key = f"death/{rank}"
     return store.get(key).decode() if store.check([key]) else ""
 
@@ -103,7 +103,6 @@ def set_hang(store: Store, rank: int, text: str) -> None:
 
 
 def get_hang(store: Store) -> str:
-    """What `set_hang` left first, or an empty text."""
     return store.get("hang").decode() if store.check(["hang"]) else ""
 
 
@@ -164,10 +163,12 @@ def die_with_parent() -> None:
 
 def _follow(parent: int) -> None:
     with suppress(ProcessLookupError):
-        while True:
+        if hasattr(os, "pidfd_open"):  # which also sees the end of one that nobody has waited for
+            select.select([os.pidfd_open(parent)], [], [])
+        while not hasattr(os, "pidfd_open"):
             with suppress(PermissionError):  # which means that it lives, as another user
                 os.kill(parent, 0)
-            time.sleep(0.5)
+            time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

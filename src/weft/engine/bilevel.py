@@ -44,7 +44,6 @@ class Bilevel:
             )
 
     def architecture(self, step: int) -> bool:
-        """Whether the step trains the architecture."""
         return step >= self.warmup and (step - self.warmup) % self.every == self.every - 1
 
     def counts_before(self, step: int) -> tuple[int, int]:

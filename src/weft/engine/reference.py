@@ -39,8 +39,6 @@ class StepResult:
 
 
 class SequentialReference(TrainedLayers):
-    """Trains a chain step by step on one device."""
-
     def __init__(
         self, chain: Chain, config: TrainStep, device: torch.device, graphs: CudaGraphCache | None = None
     ) -> None:

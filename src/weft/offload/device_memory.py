@@ -55,12 +55,10 @@ class DeviceMemory:
 
     @property
     def blocks(self) -> list[MemoryBlock]:
-        """All blocks on the device."""
         return [*self._allocator.spans, *self._reserve.spans]
 
     @property
     def used(self) -> int:
-        """Allocated bytes."""
         return self._allocator.used + self._reserve.used
 
     def usage(self) -> tuple[int, int, int, int]:
@@ -74,7 +72,6 @@ class DeviceMemory:
         return block in self._allocator.spans or block in self._reserve.spans
 
     def bytes_of(self, block: MemoryBlock) -> Tensor:
-        """The memory of a block on the device."""
         span = self._span(block)
         return self._bytes_at(span, span.size)
 

@@ -136,14 +136,12 @@ class LayerMemory:
                 block.evicted = None
 
     def bind_to_device(self, block: MemoryBlock) -> None:
-        """The block was given a place on the device."""
         if block is self.main:
             self._bind(self._device.byte_offset(block))
         else:
             self._bind_version(block, self._device.bytes_of(block))
 
     def bind_to_host(self, block: MemoryBlock) -> None:
-        """The block has lost its place on the device."""
         assert block.host is not None
         if block is self.main:
             self._bind(None)
@@ -172,7 +170,6 @@ class LayerMemory:
         return kept
 
     def drop(self, begin: int) -> None:
-        """The version has no more readers."""
         block = self.versions.pop(begin)
         self._device.free(block)
 

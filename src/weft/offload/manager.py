@@ -96,7 +96,6 @@ class OffloadManager:
         """The next micro-batch to get its layers, and the end of the run."""
         self._layers_of: dict[int, list[LayerMemory]] = {}
         self._held = 0
-        """Bytes of all layers that have a user."""
         self._copies_late = False
         """Whether layers of the last micro-batch that started were still being copied."""
         self._full = False
@@ -131,7 +130,6 @@ class OffloadManager:
         return True
 
     def start(self, n: int) -> None:
-        """A micro-batch starts; its layers are on the device."""
         admitted = self.can_start(n)
         assert admitted, f"micro-batch {n} started without its layers"
         self._ready.remove(n)

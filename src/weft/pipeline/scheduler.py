@@ -48,7 +48,6 @@ class LayerDependency(NamedTuple):
 
 
 DependenciesOf = Callable[[int], Sequence[LayerDependency]]
-"""The layers of the stage that a micro-batch uses; a pure function, known to every stage."""
 
 
 CanAdmit = Callable[[int], bool]
@@ -219,7 +218,6 @@ class Scheduler:
         self.advance_counter(FORWARDS, self.forwarded)
 
     def dependencies(self, op: Op) -> Sequence[LayerDependency]:
-        """The layers that an operation uses here."""
         return self._dependencies[op.microbatch]
 
     def complete(self, layer: Hashable, slot: int, last: int) -> bool:

@@ -29,8 +29,6 @@ MOMENT = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One operation in time."""
-
     op: Op
     start: float
     end: float
@@ -46,7 +44,6 @@ class Simulated:
     work: float
     """What all operations together take on one device of speed 1."""
     busy: tuple[float, ...]
-    """Of every stage."""
     peak: tuple[int, ...]
     """The most micro-batches in flight on each stage: their activations are held there."""
     steady_bubble: float

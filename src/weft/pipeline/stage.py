@@ -34,8 +34,6 @@ TEACHER = ("teacher",)
 
 @dataclass(slots=True)
 class _InFlight:
-    """A micro-batch between its forward and its backward."""
-
     tape: Tape
     inputs: Activations
     batch: Batch

@@ -41,7 +41,6 @@ class Workload:
 
     @cached_property
     def total(self) -> int:
-        """Micro-batches in the run."""
         return self.steps * self.microbatches
 
     def dependencies_of(self, cut: Cut, stage: int) -> DependenciesOf:

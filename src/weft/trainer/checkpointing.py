@@ -76,21 +76,14 @@ class CheckpointWriter:
         began = time.perf_counter()
         tensors: dict[str, Tensor] = {name: tensor.cpu() for name, tensor in snapshot.tensors.items()}
         entry = self._checkpoints.write_shard(step, f"stage{self._store.rank}", tensors)
-        shard = {"entry": to_json(entry), "layers": snapshot.layers}
+        self._store.set(f"shard/{step}/{self._store.rank}", {"entry": to_json(entry), "layers": snapshot.layers})
         if self._store.rank > 0:
-            self._store.set(f"shard/{step}/{self._store.rank}", shard)
             return
-        self._publish(step, shard, meta)
+        shards = [self._store.get(f"shard/{step}/{rank}") for rank in range(self._store.world)]
+        layers = {name: numbers for shard in shards for name, numbers in shard["layers"].items()}
+        entries = [ShardEntry.from_json(shard["entry"]) for shard in shards]
+        self._checkpoints.publish(step, entries, {**meta, "layers": layers})
         self.published.append((step, time.perf_counter() - began))
-
-    def _publish(self, step: int, own: Mapping[str, Any], meta: Meta) -> None:
-        shards = [own, *(self._store.get(f"shard/{step}/{rank}") for rank in range(1, self._store.world))]
-        layers: dict[str, Any] = {}
-        for part in shards:
-            layers |= part["layers"]
-        self._checkpoints.publish(
-            step, [ShardEntry.from_json(part["entry"]) for part in shards], {**meta, "layers": layers}
-        )
 
 
 # Weights that a run begins with, by global name.

@@ -105,17 +105,12 @@ def opened(
     """The run's directory, locked, and the step that it goes on from; None where it begins anew."""
     directory = open_run(run, described, device, resume)
     with directory.locked():
-        yield directory, _go_back(directory) if resume else None
-
-
-def _go_back(run: Run) -> int | None:
-    """The step of the newest good checkpoint, after everything later has been dropped; None where the run begins
-    anew."""
-    step = run.checkpoints.newest() if run.checkpoints.steps() else None
-    if step is not None:
-        run.checkpoints.drop_after(step)
-    run.events.drop_from(step or 0)
-    return step
+        step = directory.checkpoints.newest() if resume and directory.checkpoints.steps() else None
+        if step is not None:
+            directory.checkpoints.drop_after(step)
+        if resume:
+            directory.events.drop_from(step or 0)
+        yield directory, step
 
 
 def read_described(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from weft.trainer.config import Execution, RunConfig, TrainConfig, prefers_chann
 log = logging.getLogger("weft.pipeline")
 
 SIMULATED_STEPS = 200
-"""Steps of the run that are simulated."""
 
 CUT_TOLERANCE = 1.05
 """A cut whose slowest stage takes no more than this share of the best cut's is about as good."""
@@ -110,8 +109,6 @@ def _slowest(costs: Sequence[float], cut: Cut) -> float:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """A training run as every rank gets it."""
-
     net: Chain | Factory
     data: Any
     config: TrainConfig
@@ -133,7 +130,6 @@ class RankPart:
     """With the layout of images that rank 0 has decided on, and the rank's own device."""
     cut: Cut
     policies: list[SchedulePolicy]
-    """Of every stage."""
     extremes: Mapping[str, Subnet]
     simulated: tuple[Span, ...] | None
     """What the simulator says that the stages will do, for a trace."""

@@ -59,9 +59,7 @@ class Engine(ABC):
         self.chain, self.data, self.config, self.execution = chain, data, config, execution
         self.device = torch.device(execution.device)
         self.reached = 0
-        """Steps that are done."""
         self.stopped = False
-        """Whether the user has stopped the run."""
         self.offload: OffloadManager | None = None
         if execution.offload is not None:
             move_buffers(chain, self.device)
@@ -105,8 +103,6 @@ class Engine(ABC):
 
 
 class DeviceEngine(Engine):
-    """Trains the whole chain in this process."""
-
     def __init__(self, chain: Chain, data: Data, config: TrainStep, execution: Execution) -> None:
         super().__init__(chain, data, config, execution)
         self.layers = self._reference = SequentialReference(chain, config, self.device, self.graphs(one_at_a_time=True))
@@ -318,7 +314,6 @@ class Trainer:
             self.emit("validation", step=step - 1, pick=name, subnet=self.subnets[name].id, scores=scores)
 
     def _fingerprint(self) -> str:
-        """SHA-256 over all weights, optimizer states and losses."""
         layers = self.engine.layers
         own = {name: layer_digest(weights, layers.optimizer) for name, weights in layers.weights.items()}
         digests: dict[str, str] = {}

@@ -45,8 +45,6 @@ log = logging.getLogger("weft.pipeline")
 
 @dataclass(frozen=True, slots=True)
 class RunVariant:
-    """One way to train the same run."""
-
     stages: int
     resumed: bool = False
 
@@ -56,8 +54,6 @@ class RunVariant:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one variant ended."""
-
     variant: RunVariant
     folder: Path
     seconds: float
@@ -131,7 +127,6 @@ class VerifyCase:
         return Outcome(variant, folder, time.perf_counter() - began, fingerprint, error)
 
     def layer_use(self) -> LayerUse:
-        """Which layers every micro-batch uses."""
         s, chain = self.step, self.chain
         routes = [[layer.name for layer in chain.route(s.subnet(n))] for n in range(s.steps * s.microbatches)]
         schedules = {

@@ -42,10 +42,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What is known of a run."""
-
     losses: Mapping[int, float]
-    """By step."""
     layers: Mapping[str, str]
     """The digest of each layer's part of the last checkpoint."""
     records: Records = field(default_factory=dict)
