@@ -111,7 +111,6 @@ def test_a_tuple_travels_and_a_checkpoint_of_two_stages_goes_on_on_one_and_on_th
         ({"cut": (2,)}, "the cut (2,) makes 2 stages, but 1 is asked for"),
         ({"stages": 2, "optimizer": GLOBAL, "consistency": {"shared": "lagged(2)"}}, "one consistency for all layers"),
         ({"stages": 2, "split_backward": "defer"}, "split_backward='defer': True or False"),
-        ({"stages": 2, "loss": lambda outputs, batch: outputs.sum()}, "<lambda>, cannot be sent to them"),
         ({"stages": 2, "metrics": {"a": lambda outputs, batch: 0}}, "and 'a', "),
     ],
 )

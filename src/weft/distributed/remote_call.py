@@ -105,7 +105,7 @@ def _dumps(value: Any) -> bytes:
 
 
 def _culprit(parts: Mapping[str, Any]) -> tuple[str, Exception] | None:
-    """The first part that cannot be pickled, looked for in the fields of a dataclass too, and what is wrong with it."""
+    """The first part that cannot be pickled, looked for in values and mappings too, and what is wrong with it."""
     for name, value in parts.items():
         try:
             _dumps(value)
@@ -113,6 +113,8 @@ def _culprit(parts: Mapping[str, Any]) -> tuple[str, Exception] | None:
             inner = {}
             if is_dataclass(value) and not isinstance(value, type):
                 inner = {f"'{item.name}'": getattr(value, item.name) for item in fields(value)}
+            elif isinstance(value, dict):
+                inner = {f"'{key}'": each for key, each in value.items()}
             called = getattr(value, "__qualname__", None)
             what = f"{getattr(value, '__module__', '')}.{called}" if called else f"a {type(value).__name__}"
             return _culprit(inner) or (f"{name}, {what},", problem)

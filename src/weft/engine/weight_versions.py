@@ -86,8 +86,9 @@ class VersionedLayer:
         self.newest = 0
         self.kept: dict[int, list[Tensor]] = {}
         self.pending: PendingGradients | None = None
-        self._reads_buffers = exact and schedule.m == 1
-        self.batch_stats = BatchStats(layer.name, module, self._reads_buffers)
+        self.may_read_buffers = exact and schedule.m == 1
+        """Whether a forward may change the layer's own buffers: else nothing keeps such forwards in order."""
+        self.batch_stats = BatchStats(layer.name, module, self.may_read_buffers)
         self._watched = True
         self.can_undo_forward = False
         """Whether ``undo_forward`` works, which costs a copy of the buffers that a forward may change."""
@@ -114,7 +115,7 @@ class VersionedLayer:
         if not trains:
             leaves = [leaf.detach() for leaf in leaves]
         before = self.buffer_state() if self._watched else None
-        if self.can_undo_forward and self._reads_buffers:
+        if self.can_undo_forward and self.may_read_buffers:
             self._buffers_before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         out = self.run(leaves, activations, extra)
         if before is not None:
@@ -163,10 +164,6 @@ class VersionedLayer:
         The backward needs it too: a checkpointed layer is recomputed there.
         """
         return None if not leaves or leaves[0] is self.parameters[0] else self._swap.to(leaves)
-
-    def refuse_buffers(self) -> None:
-        """From here on a forward that changes the layer's own buffers raises: nothing keeps such forwards in order."""
-        self._reads_buffers = False
 
     def undo_forward(self, n: int) -> None:
         """Restores the buffers as they were before the forward of micro-batch n, the last one: it does not count."""
@@ -328,8 +325,8 @@ class VersionedLayer:
 
     def _check_buffers(self, before: list[tuple[int, int]]) -> None:
         # Which layers have buffers of their own to watch is known after the first forward.
-        self._watched = bool(before) and not self._reads_buffers
-        if self.buffer_state() != before and not self._reads_buffers:
+        self._watched = bool(before) and not self.may_read_buffers
+        if self.buffer_state() != before and not self.may_read_buffers:
             raise ConsistencyError(
                 f"layer '{self.layer.name}' changes its own buffers in training, which needs 'exact', one "
                 "micro-batch a step and, on several stages, weights that are trained; "

@@ -62,7 +62,7 @@ class Stage(TrainedLayers):
         """Layers whose micro-batches must keep to an order; the others hold nothing that training changes."""
         for name, weights in self.weights.items():
             if name not in self.ordered and self.stages > 1:
-                weights.refuse_buffers()
+                weights.may_read_buffers = False
         self._schedules = {self.weights[name].schedule for name in self.ordered}
         self._graphs = graphs
         self._split_backward = split_backward

@@ -81,8 +81,7 @@ class Worker:
         self._send = send
         self._inbox: dict[tuple[str, int], Message] = {}
         self._reports: dict[int, Tensor] = {}
-        span = (every or 0) * stage.config.microbatches
-        self._span = span
+        self._span = span = (every or 0) * stage.config.microbatches
         self._boundary = -(-(first + 1) // span) * span if span else 0
 
     @property

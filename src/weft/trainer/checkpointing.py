@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from weft.distributed.store import ControlStore
-from weft.engine.layer_state import CheckpointPart, tensors_digest
+from weft.engine.layer_state import CheckpointPart
 from weft.engine.weight_versions import MARKS
 from weft.errors import CheckpointError
 from weft.runs import Checkpoints, Run
@@ -100,7 +100,7 @@ def load_initial(chain: Chain, source: Any, partial: bool = False) -> None:
     """
     if source is None:
         return
-    weights = dict(_weights(source))
+    weights = dict(initial_weights(source))
     for tie in chain.ties:  # one value for both, also where only one of them is given or lies on this stage
         value = weights.get(str(tie.first), weights.get(str(tie.second)))
         if value is not None:
@@ -127,12 +127,8 @@ def load_initial(chain: Chain, source: Any, partial: bool = False) -> None:
     )
 
 
-def initial_digest(source: Any) -> str | None:
-    """SHA-256 over the weights that a run begins with, if any are given."""
-    return None if source is None else tensors_digest(_weights(source))
-
-
-def _weights(source: Any) -> Mapping[str, Tensor]:
+def initial_weights(source: Any) -> Mapping[str, Tensor]:
+    """The weights in any of the sources of ``load_initial``."""
     if isinstance(source, Chain):
         return source.state_dict()
     if isinstance(source, Mapping):

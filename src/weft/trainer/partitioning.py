@@ -73,7 +73,6 @@ def choose_cut(work: Workload, stages: int, cut: Sequence[int] | None) -> Cut:
 
 
 def default_in_flight(work: Workload, cut: Cut, limit: int | None) -> list[int]:
-    """How many micro-batches each stage may have in flight."""
     return in_flight_limits(len(cut) + 1, single_copy(work.consistencies(), cut, work.blocks), limit, work.microbatches)
 
 

@@ -69,15 +69,9 @@ class Outcome:
         return {**asdict(self.variant), **values, "equal": equal}
 
 
-@dataclass(frozen=True)
-class WholeRun:
+def rate_of_whole_run(optimizer: Optimizer, whole: int, step: int, steps: int) -> float:
     """The schedule of a run of which only the first steps are trained."""
-
-    optimizer: Optimizer
-    steps: int
-
-    def __call__(self, step: int, steps: int) -> float:
-        return self.optimizer.lr_factor(step, self.steps)
+    return optimizer.lr_factor(step, whole)
 
 
 @dataclass(frozen=True)
@@ -156,7 +150,7 @@ def make_case(net: Chain | Factory, data: Any, parts: Parts, stages: Sequence[in
     config, execution, _ = parts
     optimizer = config.optimizer
     assert isinstance(optimizer, Optimizer)
-    whole = optimizer.with_schedule(WholeRun(optimizer, config.steps))
+    whole = optimizer.with_schedule(partial(rate_of_whole_run, optimizer, config.steps))
     config = replace(config, steps=min(steps, config.steps), optimizer=whole)
     chain = initialise(partial(fresh, net), config.seed)
     for count in stages:

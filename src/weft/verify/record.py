@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -154,7 +155,7 @@ class RecordingFactory:
         for name in getattr(chain, "layers", ()):  # the caller refuses what is no chain
             module = chain.module(name)
             if isinstance(module, LazyLayer):
-                module.factory = _RecordingLayer(module.factory, self.folder)
+                module.factory = partial(_recorded, module.factory, self.folder)
             else:
                 _record_layer(module, self.folder)
         return chain
@@ -179,16 +180,11 @@ def read_records(folder: Path, seed: int, use: LayerUse) -> Records:
     return found
 
 
-@dataclass(frozen=True)
-class _RecordingLayer:
-    factory: Callable[[], nn.Module]
-    folder: Path
-
-    def __call__(self) -> nn.Module:
-        module = self.factory()
-        if isinstance(module, nn.Module):
-            _record_layer(module, self.folder)
-        return module
+def _recorded(factory: Callable[[], nn.Module], folder: Path) -> nn.Module:
+    module = factory()
+    if isinstance(module, nn.Module):
+        _record_layer(module, folder)
+    return module
 
 
 def _record_layer(module: nn.Module, folder: Path) -> None:
