@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_bound import lower_bound
 from torch import nn
 
 from weft.data import digits
@@ -144,7 +143,7 @@ def test_a_split_backward_sends_its_message_early_and_its_updates_count_at_its_e
         "1B1": (7, 9),
         "0B1": (8, 10),
     }
-    assert lower_bound(work, (1,), split=0.5) == result.time == 10
+    assert result.time == 10
     assert simulate(work, (1,), SchedulePolicy(4)).time == 12
     assert simulate(work, (1,), SchedulePolicy(4), split=1.0) == simulate(work, (1,), SchedulePolicy(4))
 
@@ -288,9 +287,6 @@ def test_the_rules_hold_on_every_machine(
                 used = _of(spans, receiver, kind, span.op.microbatch).start
                 assert used >= (free + machine["latency"]) * (1 - 1e-8)
 
-    if vary is None:
-        assert result.time >= lower_bound(work, cut, **machine) * (1 - 1e-9)
-
 
 def _of(spans: dict[Op, Span], stage: int, kind: Any, microbatch: int) -> Span:
     return spans[Op(stage, kind, microbatch)]
@@ -325,11 +321,3 @@ def test_a_real_chain_is_profiled_and_simulated() -> None:
     assert len(result.spans) == 2 * 3 * 20
     everything = sum(sum(costs[name]) for n in range(20) for _, name in work.picks(n))
     assert sum(result.busy) == pytest.approx(everything)
-
-
-def test_the_bound_is_reached_where_nothing_can_be_better() -> None:
-    """Strictly one after the other: every step waits for the one before. And one stage: nothing ever waits."""
-    stalled = shared(4, 1, 10)
-    assert on(stalled, 4).time == lower_bound(stalled, best_cut([1.0] * 4, 4)) == 10 * 4 * 3
-    alone = spaced(4, 3, "iid", 10)
-    assert on(alone, 1).time == lower_bound(alone, ()) == 10 * 4 * 3

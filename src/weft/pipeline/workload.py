@@ -146,23 +146,6 @@ def chain_workload(
     return Workload(len(chain.blocks), microbatches, steps, picks, consistency_of, costs, sizes)
 
 
-def stage_speeds(speeds: Sequence[float] | None, stages: int) -> list[float]:
-    """The speed of every stage, 1 where none are given; raises ConsistencyError unless there is one for each."""
-    checked = [1.0] * stages if speeds is None else list(speeds)
-    if len(checked) != stages or min(checked) <= 0:
-        raise ConsistencyError(f"speeds={checked}: {stages} stages need {stages} speeds, each more than 0")
-    return checked
-
-
-def early_share(split: float | None) -> float:
-    """The share of a backward after which its message leaves; raises ConsistencyError unless above 0 and at most 1."""
-    if split is None:
-        return 1.0
-    if not 0 < split <= 1:
-        raise ConsistencyError(f"split={split}: the input gradient is a share of the backward, above 0 and at most 1")
-    return split
-
-
 # One copy of the weights is enough under ``bounded`` where the real pipeline is the virtual one.
 #
 # An update then waits for the forwards that must read the version before it. At most L - 1 micro-batches are in flight
