@@ -281,7 +281,7 @@ def test_what_is_not_a_number_never_tells_the_copies_apart(
     assert all(bool(torch.isfinite(p).all()) for p in run.chain.parameters())
     assert not torch.equal(before, run.chain.get_parameter("embed.weight"))
     alone = sequentially(task)
-    for cut, seed in (((3,), 1), ((1, 2, 3, 4, 5), 2), ((2, 4), 3)):
+    for cut, seed in (((3,), 1), ((1, 2, 3, 4, 5), 2)):
         assert in_stages(task, cut, 4, seed)[0].layers == alone.layers, cut
 
 
