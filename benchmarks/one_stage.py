@@ -23,13 +23,12 @@ from overhead import WeftLoop, images
 
 import weft
 from weft.data import Data, digits
-from weft.distributed.rank_loop import RankLoop
 from weft.distributed.store import ControlStore
 from weft.distributed.transport import Transport
 from weft.engine.rng import deterministic
 from weft.pipeline.scheduler import SchedulePolicy
 from weft.trainer.config import Execution
-from weft.trainer.pipeline_engine import PipelineEngine
+from weft.trainer.pipeline_engine import PipelineEngine, RankLoop
 from weft.trainer.trainer import Engine
 from weft.zoo import digits_conv, digits_mlp, nas_bench_macro
 

@@ -32,10 +32,9 @@ from weft.data import Augment, Data, ShiftFlip, Tensors, digits
 from weft.distributed.store import ControlStore
 from weft.engine.rng import deterministic
 from weft.trainer.config import Execution, RunConfig, TrainConfig, prefers_channels_last, resolve
-from weft.trainer.device_engine import DeviceEngine
 from weft.trainer.manifest import describe_run, open_run
 from weft.trainer.metrics_log import StepRecord
-from weft.trainer.trainer import Engine, Trainer
+from weft.trainer.trainer import DeviceEngine, Engine, Trainer
 from weft.utils.malloc import keep_freed_memory
 from weft.zoo import digits_conv, digits_mlp, nas_bench_macro
 

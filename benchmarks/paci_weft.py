@@ -15,7 +15,6 @@ from torch import Tensor
 
 from weft.data import MicroBatches
 from weft.distributed.heartbeat import Heartbeat
-from weft.distributed.rank_loop import RankLoop
 from weft.distributed.transport import Transport
 from weft.engine.consistency import Bounded, Consistency, Exact, Lagged, Stashed
 from weft.engine.train_step import TrainStep
@@ -23,6 +22,7 @@ from weft.pipeline.scheduler import SchedulePolicy
 from weft.pipeline.stage import Stage
 from weft.pipeline.worker import Worker
 from weft.space import Fixed
+from weft.trainer.pipeline_engine import RankLoop
 
 CPU = torch.device("cpu")
 

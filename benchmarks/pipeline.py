@@ -44,7 +44,6 @@ from weft.data import MicroBatches
 from weft.distributed.env import read_env
 from weft.distributed.heartbeat import Heartbeat
 from weft.distributed.launcher import launch
-from weft.distributed.rank_loop import RankLoop
 from weft.distributed.remote_call import Call
 from weft.distributed.store import ControlStore, connect
 from weft.distributed.transport import Transport
@@ -62,6 +61,7 @@ from weft.pipeline.worker import Worker
 from weft.pipeline.workload import Workload, chain_workload
 from weft.space import Fixed, Stream, make_stream
 from weft.supernet.partition import best_cut
+from weft.trainer.pipeline_engine import RankLoop
 
 CPU = torch.device("cpu")
 STREAM = "spaced:2"

@@ -51,7 +51,6 @@ from weft.data import Loader, MicroBatches, digits
 from weft.distributed.env import read_env
 from weft.distributed.heartbeat import Heartbeat
 from weft.distributed.launcher import launch
-from weft.distributed.rank_loop import RankLoop
 from weft.distributed.remote_call import Call
 from weft.distributed.store import ControlStore, connect
 from weft.distributed.transport import Transport
@@ -69,6 +68,7 @@ from weft.pipeline.stage import Stage
 from weft.pipeline.worker import Worker
 from weft.trainer.evaluate import Calibration
 from weft.trainer.metrics_log import LossDigest
+from weft.trainer.pipeline_engine import RankLoop
 from weft.zoo import digits_conv
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from weft.errors import DataError, SupernetError, WeftError
 from weft.space import Space
 from weft.supernet import Chain, Choice, Shared, build_on_meta, initialise
 from weft.trainer.config import Execution, TrainConfig, resolve
-from weft.trainer.device_engine import DeviceEngine
+from weft.trainer.trainer import DeviceEngine
 
 CHOICES: dict[str, Callable[[], nn.Module]] = {"big": partial(nn.Linear, 4, 4), "none": nn.Identity}
 

@@ -13,21 +13,19 @@ import weft
 
 WALK = {
     "trainer/trainer.py": "takes what an engine gives: records of steps for the log, snapshots for checkpoints",
-    "trainer/pipeline_engine.py": "the engine of one stage: its worker, and the reports of its micro-batches",
-    "distributed/rank_loop.py": "the loop of a process: take a message, let the worker do the next op, send",
+    "trainer/pipeline_engine.py": "the engine of one stage: take a message, let the worker do the next op, send",
     "pipeline/scheduler.py": "which op is next, by the greedy rule",
     "pipeline/worker.py": "does the op: messages and micro-batches in, messages and reports out",
     "data/loader.py": "the batch of a step, prepared ahead, and its micro-batches",
     "space/permutation_streams.py": "the subnet of a step, in the spaced stream",
     "supernet/chain.py": "the layers that the subnet uses, its route",
-    "pipeline/stage.py": "forward and backward of a micro-batch through the layers of one stage",
+    "pipeline/stage.py": "forward and backward of a micro-batch through one stage, and the updates of its layers",
     "engine/tape.py": "one layer after the other, with what the backward needs of each",
     "engine/weight_versions.py": "the version of its weights that a layer computes with, and its waiting gradients",
     "engine/consistency.py": "which version that is, as formulas",
     "engine/train_step.py": "precision, micro-batches, loss and metrics of a step",
     "pipeline/message.py": "activations and gradients as bytes",
     "distributed/transport.py": "the link to the next process",
-    "pipeline/layer_updates.py": "adds gradients in micro-batch order, and updates a layer when its slot is full",
     # What these call:
     "engine/optimizer.py": "torch.optim, a layer at a time, at the learning rate of the step",
     "engine/losses.py": "cross-entropy",
@@ -43,7 +41,7 @@ WALK = {
     "runs/events.py": "the line of a step in events.jsonl",
     "utils/files.py": "appends that line",
 }
-"""In reading order: the way of a batch through 16 files, and then what these call."""
+"""In reading order: the way of a batch through 14 files, and then what these call."""
 
 TIMED = {"distributed/heartbeat.py"}
 """Entered twice a second, whatever the steps do."""

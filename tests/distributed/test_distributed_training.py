@@ -18,11 +18,8 @@ from weft.data import text
 from weft.engine.losses import accuracy
 from weft.engine.optimizer import Optimizer
 from weft.errors import WeftError
-from weft.pipeline.scheduler import SchedulePolicy
-from weft.supernet import initialise
 from weft.trainer.api import TrainedRun
-from weft.trainer.config import TrainConfig, Validation, resolve
-from weft.trainer.partitioning import warn_shallow_pipeline, workload_of
+from weft.trainer.config import Validation
 from weft.zoo import language_model
 
 OPTIMIZERS = {
@@ -114,7 +111,6 @@ def test_a_tuple_travels_and_a_checkpoint_of_two_stages_goes_on_on_one_and_on_th
         ({"cut": (2,)}, "the cut (2,) makes 2 stages, but 1 is asked for"),
         ({"stages": 2, "optimizer": GLOBAL, "consistency": {"shared": "lagged(2)"}}, "one consistency for all layers"),
         ({"stages": 2, "split_backward": "defer"}, "split_backward='defer': True or False"),
-        ({"stages": 2, "loss": lambda outputs, batch: outputs.sum()}, "<lambda>, cannot be sent to them"),
         ({"stages": 2, "metrics": {"a": lambda outputs, batch: 0}}, "and 'a', "),
     ],
 )
@@ -196,14 +192,3 @@ def test_three_processes_with_one_copy_have_the_bits_scores_and_version_lag_of_o
     again, _ = trained(tmp_path, "three", resume=True)
     assert again.fingerprint == one.fingerprint
     assert again.chain.get_parameter("head.out.weight").equal(again.chain.get_parameter("tokens.tokens.weight"))
-
-
-def test_more_stages_than_virtual_ones_are_warned_of_with_the_predicted_stall(caplog: pytest.LogCaptureFixture) -> None:
-    chain = initialise(NET)
-    config = resolve(TrainConfig(steps=20, consistency="bounded(2, 2)"), chain)
-    work = workload_of(chain, config, None)
-    warn_shallow_pipeline(work, (3,), [SchedulePolicy(4)] * 2)
-    assert not caplog.records
-    warn_shallow_pipeline(work, (2, 4), [SchedulePolicy(6)] * 3)
-    assert "3 stages are more than the 2 virtual ones of bounded(2, 2)" in caplog.text
-    assert "bounded(2, 3) would leave" in caplog.text

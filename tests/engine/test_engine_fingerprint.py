@@ -69,16 +69,9 @@ def test_every_loss_and_every_layer_counts() -> None:
         return fingerprint(layers, found.value)
 
     base = {"a": "1", "b": "2", "c": "3"}
-    seen = {
-        digest([1.0, 2.0], base),
-        digest([2.0, 1.0], base),
-        digest([1.0], base),
-        digest([1.0, 2.5], base),
-        digest([1.0, 2.0], {**base, "a": "9"}),
-        digest([1.0, 2.0], {**base, "b": "9"}),
-        digest([1.0, 2.0], {**base, "c": "9"}),
-        digest([1.0, 2.0], {"a": "1", "b": "2"}),
-    }
+    others = [*({**base, name: "9"} for name in base), {"a": "1", "b": "2"}]
+    seen = {digest(losses, base) for losses in ([1.0, 2.0], [2.0, 1.0], [1.0], [1.0, 2.5])}
+    seen |= {digest([1.0, 2.0], other) for other in others}
     assert len(seen) == 8
     assert digest([1.0, 2.0], base) == digest([1.0, 2.0], dict(reversed(base.items())))
 

@@ -18,8 +18,8 @@ from weft.errors import NonFiniteError
 from weft.space import Space
 from weft.supernet import Chain, Choice, Shared
 from weft.trainer.config import Execution, TrainConfig, resolve
-from weft.trainer.device_engine import DeviceEngine
 from weft.trainer.metrics_log import StepRecord
+from weft.trainer.trainer import DeviceEngine
 
 WIDTH = 3
 
@@ -120,26 +120,15 @@ def test_a_skipped_micro_batch_leaves_the_others_of_its_step(consistency: str) -
     for skipping in (True, False):
         chain = build()
         trap = chain.space.subnet(b="trap")
-        blind = [False]
 
-        def loss(
-            outputs: Tensor, batch: dict[str, Tensor], blind: list[bool] = blind, skipping: bool = skipping
-        ) -> Tensor:
+        def loss(outputs: Tensor, batch: dict[str, Tensor], skipping: bool = skipping) -> Tensor:
             value = ((outputs - batch["y"]) ** 2).sum()
             if batch["mark"].any():
                 return value * float("nan") if skipping else value * 0.0
             return value
 
-        steps = [trap] * 3
-        sequential = make_engine(
-            chain,
-            steps,
-            m=4,
-            on_nonfinite="skip",
-            consistency=consistency,
-            loss=loss,
-            optimizer=Optimizer("sgd", lr=0.01),
-        )
+        options = {"on_nonfinite": "skip", "loss": loss, "optimizer": Optimizer("sgd", lr=0.01)}
+        sequential = make_engine(chain, [trap] * 3, m=4, consistency=consistency, **options)
         for i in range(3):
             mark = torch.zeros(16)
             mark[8:12] = i == 1

@@ -210,17 +210,8 @@ def irregular(chain: Chain, steps: int, per_step: int, seed: int) -> list[tuple[
 @pytest.mark.parametrize(
     "consistency",
     [
-        "exact",
-        "delayed(0)",
-        "delayed(1)",
-        "delayed(3)",
-        "lagged(1)",
-        "lagged(3)",
-        "bounded(4,4)",
-        "bounded(8,3)",
-        "bounded(4,1)",
-        "stashed(4,4)",
-        "stashed(8,3)",
+        *("exact", "delayed(0)", "delayed(1)", "delayed(3)", "lagged(1)", "lagged(3)"),
+        *("bounded(4,4)", "bounded(8,3)", "bounded(4,1)", "stashed(4,4)", "stashed(8,3)"),
     ],
 )
 def test_every_weight_is_that_of_the_table_after_every_step(consistency: str, m: int) -> None:
@@ -354,7 +345,6 @@ def test_exact_training_is_the_plain_loop_to_the_last_bit(
     make_chain: Callable[[], Chain], kind: str, cls: Any, options: dict[str, Any], m: int
 ) -> None:
     ours, theirs = initialise(make_chain, seed=3), initialise(make_chain, seed=3)
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
     generator = torch.Generator().manual_seed(m)
     shape = (4,) if make_chain is mlp else (1, 4, 4)
     batches = [

@@ -134,24 +134,6 @@ def test_the_reference_has_the_gradients_of_the_cut_chain(kinds: tuple[int, ...]
         assert torch.equal(end.detach(), start if gradient is None else torch.add(start, gradient, alpha=-1.0))
 
 
-def test_a_border_changes_no_value_and_leaves_single_tensors_alone() -> None:
-    a, b, c = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True), torch.arange(3)
-    assert grad_barrier((a,))[0] is a
-    assert grad_barrier((a, c)) == (a, c)
-    passed = grad_barrier((a * 2, c, b * 3))
-    assert torch.equal(passed[0], a * 2)
-    assert passed[1] is c
-    assert torch.equal(passed[2], b * 3)
-
-
-def test_a_tensor_that_nobody_uses_behind_the_border_gets_no_gradient() -> None:
-    a, b = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
-    passed = grad_barrier((a * 2, b * 3))
-    grads = torch.autograd.grad(passed[0].sum(), [a, b], allow_unused=True)
-    assert torch.equal(grads[0], torch.full((3,), 2.0))
-    assert grads[1] is None
-
-
 # Other weights in place of a module's own, in the forward and in a backward that recomputes it.
 
 

@@ -166,7 +166,7 @@ def test_operations_wait_for_the_sums_that_they_must_see_and_no_longer() -> None
 # --- at any cut
 
 
-@settings(quiet, max_examples=50)
+@settings(quiet, max_examples=30)
 @given(
     kind=st.sampled_from(["tied", "plain"]),
     consistency=st.sampled_from(["exact", "bounded(2, 3)", "bounded(4, 6)", "bounded(2, 6)", "stashed(2, 6)"]),
@@ -207,7 +207,7 @@ def test_a_run_that_ends_early_leaves_nothing_under_way() -> None:
             assert (found.losses, found.layers) == (alone.losses, alone.layers)
 
 
-@settings(quiet, max_examples=25)
+@settings(quiet, max_examples=15)
 @given(
     kind=st.sampled_from(["tied", "plain"]),
     consistency=st.sampled_from(["exact", "bounded(2, 3)", "bounded(1, 3)", "stashed(3, 6)"]),
@@ -281,7 +281,7 @@ def test_what_is_not_a_number_never_tells_the_copies_apart(
     assert all(bool(torch.isfinite(p).all()) for p in run.chain.parameters())
     assert not torch.equal(before, run.chain.get_parameter("embed.weight"))
     alone = sequentially(task)
-    for cut, seed in (((3,), 1), ((1, 2, 3, 4, 5), 2), ((2, 4), 3)):
+    for cut, seed in (((3,), 1), ((1, 2, 3, 4, 5), 2)):
         assert in_stages(task, cut, 4, seed)[0].layers == alone.layers, cut
 
 
@@ -312,15 +312,6 @@ def meta() -> Chain:
         return Chain(
             Shared(nn.Embedding(5, 4), "embed"), Shared(nn.Linear(4, 5), "head"), tie=[("embed.weight", "head.weight")]
         )
-
-
-def test_the_tied_model_has_nanogpts_10_65_million_parameters() -> None:
-    chain = initialise(partial(language_model, tied=True))
-    places = 256 * 384  # which nanoGPT does not count
-    assert round((chain.count() - places) / 1e6, 2) == 10.65
-    plain = extract(chain, chain.space.subnet())
-    assert sum(p.numel() for p in plain.parameters()) == chain.count()
-    assert initialise(language_model).count() == chain.count() + 65 * 384
 
 
 def test_an_extracted_model_has_one_parameter_and_goes_on_learning_with_it(tmp_path: Path) -> None:
@@ -394,6 +385,3 @@ def test_options_by_name_are_those_of_the_first() -> None:
         run.step(step, task.batch(step))
         assert_one(run.chain, step)
     assert in_stages(task, (1, 4), 3)[0].layers == sequentially(task).layers
-
-
-# --- processes

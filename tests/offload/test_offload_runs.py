@@ -37,33 +37,37 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> weft.TrainedRun:
     return train(tmp_path_factory.mktemp("alone"), run="alone", validation=4)
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> weft.TrainedRun:
+    return train(tmp_path_factory.mktemp("small"), run="small", validation=4, offload=BUDGET)
+
+
 def events(run: weft.TrainedRun, kind: str) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in run.run.events.path.read_text().splitlines()]
     return [row for row in rows if row["event"] == kind]
 
 
-def test_a_run_says_what_moved_and_scores_and_ends_as_one_without(tmp_path: Path, alone: weft.TrainedRun) -> None:
-    found = train(tmp_path, run="small", validation=4, offload=BUDGET)
-    assert found.fingerprint == alone.fingerprint
-    assert [row["scores"] for row in events(found, "validation")] == [
-        row["scores"] for row in events(alone, "validation")
-    ]
-    (told,) = events(found, "finished")[0]["offload"]
+def test_a_run_says_what_moved_and_scores_and_ends_as_one_without(
+    small: weft.TrainedRun, alone: weft.TrainedRun
+) -> None:
+    assert small.fingerprint == alone.fingerprint
+    scores = [[row["scores"] for row in events(run, "validation")] for run in (small, alone)]
+    assert scores[0] == scores[1]
+    (told,) = events(small, "finished")[0]["offload"]
     assert told["loaded_bytes"] > 0
     assert told["evicted_bytes"] > 0
     assert told["peak"] <= told["budget"] == 56 * 1024
     assert told["uses"] == 12 * 6
-    assert events(found, "offload")[-1]["stages"][0]["hit_rate"] > 0.9
+    assert events(small, "offload")[-1]["stages"][0]["hit_rate"] > 0.9
 
 
-def test_a_search_scores_subnets_of_a_supernet_that_does_not_fit(tmp_path: Path, alone: weft.TrainedRun) -> None:
-    found = train(tmp_path, run="small", validation=4, offload=BUDGET)
-    wanted = [(pick.subnet.id, pick.scores) for pick in weft.search(alone, minimize=["loss", "flops"], budget=6)]
-    assert [(p.subnet.id, p.scores) for p in weft.search(found, minimize=["loss", "flops"], budget=6)] == wanted
-    loaded = weft.load_run(
-        found.path, stages.text, samples("text"), steps=12, batch_size=4, optimizer=ADAM, offload=BUDGET
-    )
-    assert [(p.subnet.id, p.scores) for p in weft.search(loaded, minimize=["loss", "flops"], budget=6)] == wanted
+def test_a_search_scores_subnets_of_a_supernet_that_does_not_fit(
+    small: weft.TrainedRun, alone: weft.TrainedRun
+) -> None:
+    loaded = weft.load_run(small.path, stages.text, samples("text"), offload=BUDGET)
+    fronts = [weft.search(run, minimize=["loss", "flops"], budget=6) for run in (alone, small, loaded)]
+    scores = [[(pick.subnet.id, pick.scores) for pick in front] for front in fronts]
+    assert scores[0] == scores[1] == scores[2]
 
 
 def test_memory_that_cannot_be_pinned_is_used_as_it_is(caplog: pytest.LogCaptureFixture) -> None:

@@ -69,15 +69,6 @@ def test_every_tensor_arrives_as_it_lay(parts: list[Any], n: int, reports: bool,
             assert report.view(torch.int64).tolist() == found.report.view(torch.int64).tolist()
 
 
-def test_channels_stay_innermost() -> None:
-    x = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    for found in both_ways(Message("F", 0, (x,), (True,))):
-        arrived = found.tensors[0]
-        assert arrived is not None
-        assert arrived.is_contiguous(memory_format=torch.channels_last)
-        assert torch.equal(arrived, x)
-
-
 @pytest.mark.parametrize(
     "layout",
     ['["float32",[4],[1],0]', '["float32",[4],[-1],0]', '["object",[1],[1],0]', '["float32",[1],[1],99]', "7", "{}"],
@@ -95,8 +86,3 @@ def test_a_header_that_lies_is_refused(layout: str) -> None:
 def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
     with pytest.raises(PipelineError, match="not a message"):
         unpack(torch.frombuffer(bytearray(data), dtype=torch.uint8), CPU)
-
-
-def test_what_is_not_dense_cannot_travel() -> None:
-    with pytest.raises(PipelineError, match="use a dense tensor"):
-        pack(Message("F", 0, (torch.eye(3).to_sparse(),), (False,)))

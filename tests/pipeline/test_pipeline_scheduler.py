@@ -470,16 +470,6 @@ def test_the_last_place_is_kept_for_the_oldest() -> None:
     assert stage.next() == Op(1, "F", 2)  # 1 is the oldest now, and in flight
 
 
-def test_an_older_backward_goes_before_a_younger_one_that_was_there_first() -> None:
-    stage = Scheduler(0, 2, needs("a", "b", "c"), 3, SchedulePolicy(3))
-    for n in range(3):
-        assert stage.next() == Op(0, "F", n)
-        stage.complete_op(Op(0, "F", n))
-    stage.arrived("B", 2)
-    stage.arrived("B", 1)
-    assert [stage.next(), stage.next(), stage.next()] == [Op(0, "B", 1), Op(0, "B", 2), None]
-
-
 def test_a_layer_that_a_microbatch_uses_twice_on_a_stage_is_one_layer() -> None:
     """Weights tied across two blocks of one stage, delayed by a step, and a backward that overtakes an older one."""
 
@@ -549,7 +539,7 @@ def shrinking(draw: st.DrawFn, most: int) -> Case:
     return some_case(lambda least, largest: draw(st.integers(least, largest)), most)
 
 
-@settings(quiet, max_examples=400)
+@settings(quiet, max_examples=300)
 @given(cases(), scripts, seeds)
 def test_every_rule_holds_under_any_timing(case: Case, script: bytes, seed: int) -> None:
     """Versions, order, windows, buffers, no deadlock, and each choice as brute force would make it: see Pipeline."""
@@ -564,13 +554,6 @@ def test_every_rule_holds_under_any_timing(case: Case, script: bytes, seed: int)
 @given(cases(24), scripts, seeds)
 def test_every_rule_holds_under_any_timing_for_tens_of_thousands_of_cases(case: Case, script: bytes, seed: int) -> None:
     play(Pipeline(case), adversary(script, seed))
-
-
-@settings(quiet, max_examples=100)
-@given(cases(), seeds)
-def test_the_same_events_give_the_same_schedule(case: Case, seed: int) -> None:
-    first, second = (play(Pipeline(case), adversary(b"", seed)) for _ in range(2))
-    assert first.order == second.order
 
 
 # All interleavings of small cases.

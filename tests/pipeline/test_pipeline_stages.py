@@ -84,7 +84,7 @@ def cases(draw: st.DrawFn) -> tuple[Task, tuple[int, ...], int, int]:
     return task, cut, draw(st.integers(1, 9)), draw(st.integers(0, 2**32 - 1))
 
 
-@settings(quiet, max_examples=80)
+@settings(quiet, max_examples=50)
 @given(cases(), st.booleans())
 def test_any_mixture_cut_window_and_timing_gives_the_bits_of_one_stage(
     case: tuple[Task, tuple[int, ...], int, int], split: bool
@@ -129,7 +129,7 @@ def resumed_elsewhere(
 resumes = given(cases(), st.integers(1, 3), st.integers(0, 10), st.data())
 
 
-@settings(quiet, max_examples=30)
+@settings(quiet, max_examples=20)
 @resumes
 def test_a_checkpoint_taken_in_flight_goes_on_with_the_same_bits_on_any_other_cut(
     case: tuple[Task, tuple[int, ...], int, int], every: int, which: int, data: st.DataObject
@@ -224,7 +224,7 @@ def formula(block: int, every: int, depth: int, total: int) -> dict[int, int]:
     return found
 
 
-@settings(quiet, max_examples=40)
+@settings(quiet, max_examples=25)
 @given(
     depth=st.integers(2, 6),
     every=st.integers(1, 5),
@@ -262,7 +262,7 @@ def test_the_version_lag_of_three_stages_is_that_of_the_formula_by_hand() -> Non
     assert found.version_lags["out"] == {}  # the last stage has none
 
 
-@settings(quiet, max_examples=25)
+@settings(quiet, max_examples=15)
 @given(
     every=st.integers(1, 3),
     at=st.integers(1, 3),

@@ -160,17 +160,14 @@ CONSISTENCIES = ("exact", "delayed(2)", "lagged(4)", "bounded(8,4)", "bounded(2,
     [
         *((consistency, m, "sgd") for consistency in CONSISTENCIES for m in (1, 2)),
         *(("lagged(4)", 2, optimizer) for optimizer in OPTIMIZERS if optimizer != "sgd"),
-        *(("bounded(2,4)", 1, optimizer) for optimizer in OPTIMIZERS if optimizer != "sgd"),
+        ("bounded(2,4)", 1, "adamw"),
     ],
 )
 def test_a_resumed_run_has_the_fingerprint_of_an_undisturbed_one(
     tmp_path: Path, consistency: str, m: int, optimizer: str
 ) -> None:
-    assert_same(
-        *undisturbed_and_resumed(
-            tmp_path, mlp, consistency=consistency, microbatches=m, optimizer=OPTIMIZERS[optimizer]
-        )
-    )
+    options = {"consistency": consistency, "microbatches": m, "optimizer": OPTIMIZERS[optimizer]}
+    assert_same(*undisturbed_and_resumed(tmp_path, mlp, **options))
 
 
 class Counting(torch.optim.Optimizer):
@@ -189,8 +186,14 @@ class Counting(torch.optim.Optimizer):
                 p.add_(p.grad, alpha=-group["lr"] * state["scale"] / state["n"])
 
 
-@pytest.mark.parametrize("kind", ["nadam", "asgd", "adamw", Counting])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((kind, torch.bfloat16) for kind in ("nadam", "asgd", "adamw", Counting)),
+        ("nadam", torch.float32),
+        ("asgd", torch.float64),
+    ],
+)
 def test_the_optimizers_state_comes_back_in_its_own_type(tmp_path: Path, kind: Any, dtype: torch.dtype) -> None:
     def build() -> Chain:
         layers = {name: lambda: nn.Linear(WIDTH, WIDTH).to(dtype) for name in "pq"}
@@ -219,8 +222,7 @@ def test_dropout_norms_ties_and_mixed_consistencies_resume_too(tmp_path: Path, m
     assert_same(*undisturbed_and_resumed(tmp_path, noisy, microbatches=m, consistency=MIXED, **options))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("consistency", ["exact", "lagged(4)", "bounded(4,3)"])
+@pytest.mark.parametrize(("consistency", "fused"), [("exact", True), ("lagged(4)", False), ("bounded(4,3)", True)])
 def test_images_with_channels_innermost_resume_too(tmp_path: Path, consistency: str, fused: bool) -> None:
     """Checkpoints hold tensors in row-major order; weights, momenta and old versions must come back as they lay."""
 
@@ -263,16 +265,11 @@ def test_a_layer_that_counts_in_a_buffer_of_its_own_resumes(tmp_path: Path) -> N
                 self.seen += 1
             return x * self.scale / (1 + self.seen)
 
-    for persistent in (True, False):
-        build = partial(
-            lambda persistent: Chain(
-                Choice(Space(), "b", {"p": partial(Counts, persistent), "q": Counts}),
-                Shared(partial(nn.Linear, WIDTH, WIDTH), "head"),
-            ),
-            persistent,
-        )
-        folder = tmp_path / str(persistent)
-        assert_same(*undisturbed_and_resumed(folder, build))
+    def build() -> Chain:
+        layers = {"p": partial(Counts, False), "q": Counts}
+        return Chain(Choice(Space(), "b", layers), Shared(partial(nn.Linear, WIDTH, WIDTH), "head"))
+
+    assert_same(*undisturbed_and_resumed(tmp_path, build))
 
 
 def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(tmp_path: Path) -> None:
@@ -309,6 +306,15 @@ def test_resume_of_a_run_that_is_not_there_starts_it(tmp_path: Path) -> None:
         train(tmp_path, resume=True)
 
 
+@pytest.fixture(scope="module")
+def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run "x" that was interrupted, which no refused resume changes."""
+    folder = tmp_path_factory.mktemp("crashed")
+    with pytest.raises(Crash):
+        train(folder, run="x", callbacks=[crashing(4)])
+    return folder
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -330,23 +336,19 @@ def test_resume_of_a_run_that_is_not_there_starts_it(tmp_path: Path) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_arguments_that_would_change_the_result_are_refused_on_resume(
-    tmp_path: Path, change: dict[str, Any], named: str
+    crashed: Path, change: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(Crash):
-        train(tmp_path, run="x", callbacks=[crashing(4)])
     with pytest.raises(RunError, match=f"made with {named} = "):
-        train(tmp_path, run="x", resume=True, **change)
+        train(crashed, run="x", resume=True, **change)
 
 
-def test_other_data_and_another_supernet_are_refused_on_resume(tmp_path: Path) -> None:
-    with pytest.raises(Crash):
-        train(tmp_path, run="x", callbacks=[crashing(4)])
+def test_other_data_and_another_supernet_are_refused_on_resume(crashed: Path) -> None:
     other = data()
     other["x"][0, 0] += 1
     with pytest.raises(RunError, match="made with data = "):
-        train(tmp_path, source=other, run="x", resume=True)
+        train(crashed, source=other, run="x", resume=True)
     with pytest.raises(RunError, match="made with space = "):
-        train(tmp_path, net=noisy, run="x", resume=True)
+        train(crashed, net=noisy, run="x", resume=True)
 
     def wider() -> Chain:
         chain = mlp()
@@ -354,7 +356,7 @@ def test_other_data_and_another_supernet_are_refused_on_resume(tmp_path: Path) -
         return chain
 
     with pytest.raises(CheckpointError, match="does not fit layer 'head'"):
-        train(tmp_path, net=wider, run="x", resume=True)
+        train(crashed, net=wider, run="x", resume=True)
 
 
 def weighted(outputs: Tensor, batch: dict[str, Tensor], weight: float) -> Tensor:

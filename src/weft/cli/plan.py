@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from weft.plan.plan import Plan
     from weft.supernet import Chain
 
+_RENAMED = {"--keep": "--constrain", "--load": "--from-plan", "--seconds": "--time-limit"}
+
 Subject = tuple["nn.Module", Any, Any]
 """A model, a batch that it takes, and a loss or None."""
 
@@ -197,6 +199,9 @@ def plan(
         assert devices is not None
         _plan_supernet(model, context, machine or "h100", devices, dtype, as_json)
         return
+    for word in context.args:
+        if now := _RENAMED.get(word.partition("=")[0]):
+            raise ConfigError(f"'{word.partition('=')[0]}' is now '{now}'")
     if settings := settings_of(context):
         raise ConfigError(f"'{settings[0]}' is a setting of a config.toml, and '{model}' is none")
     file = path_of(save, Path()) if save else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from weft.errors import TrainError
 
 @dataclass(frozen=True, slots=True)
 class DistEnv:
-    """`rank` of `world` processes, `local_rank` of the `local_world` on this `host`; `restarts` counts the times that
+    """`rank` of `world` processes, `local_rank` of the `local_world` on this machine; `restarts` counts the times that
     all of them were started again."""
 
     rank: int
@@ -25,7 +24,6 @@ class DistEnv:
     local_rank: int
     local_world: int
     restarts: int
-    host: str
 
 
 def read_env(environment: Mapping[str, str] = os.environ) -> DistEnv | None:
@@ -39,13 +37,11 @@ def read_env(environment: Mapping[str, str] = os.environ) -> DistEnv | None:
     True
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
-        rank, world = (_number(environment, name) for name in names[:2])
+        rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
         # A launcher that says nothing of machines is taken to have one.
-        defaults = (rank, world, 0)
-        local_rank, local_world, restarts = (
-            _number(environment, name, default) for name, default in zip(names[2:], defaults, strict=True)
-        )
+        local_rank = _number(environment, "LOCAL_RANK", rank)
+        local_world = _number(environment, "LOCAL_WORLD_SIZE", world)
+        restarts = _number(environment, "TORCHELASTIC_RESTART_COUNT", 0)
     elif (task := _slurm(environment)) is not None:
         rank, world, local_rank, local_world = task
         restarts = 0
@@ -62,7 +58,7 @@ def read_env(environment: Mapping[str, str] = os.environ) -> DistEnv | None:
             f"a process cannot be rank {rank} of {world} and {local_rank} of {local_world} on its machine: "
             "ranks count from 0; start the processes with torchrun, or unset RANK and WORLD_SIZE"
         )
-    return DistEnv(rank, world, local_rank, local_world, restarts, socket.gethostname())
+    return DistEnv(rank, world, local_rank, local_world, restarts)
 
 
 def _slurm(environment: Mapping[str, str]) -> tuple[int, int, int, int] | None:

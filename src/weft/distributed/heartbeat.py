@@ -95,8 +95,7 @@ class Heartbeat:
     def close(self, timeout: float = 5.0) -> None:
         """Says goodbye, so that the others do not miss this stage; waits for that `timeout` seconds at most."""
         self._closing.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout)
+        self._thread.join(timeout)
 
     def _run(self) -> None:
         last_check = time.monotonic()
@@ -109,7 +108,7 @@ class Heartbeat:
             except Exception as problem:
                 if not self._closing.is_set():
                     logger.debug("the store does not answer", exc_info=True)
-                    self._report(-1, f"the process that started the stages is gone: {str(problem).splitlines()[0]}")
+                    self._on_lost(-1, f"the process that started the stages is gone: {str(problem).splitlines()[0]}")
                 return
             if done:
                 return
@@ -138,11 +137,5 @@ class Heartbeat:
             self._quiet[rank] = 0.0 if rank in moved else self._quiet[rank] + elapsed
             message = diagnose(rank, self._beats.get(rank), self._quiet[rank], self._silence, self._patience)
             if message is not None and rank not in self._lost:
-                self._report(rank, message)
-
-    def _report(self, rank: int, message: str) -> None:
-        self._lost.add(rank)
-        try:
-            self._on_lost(rank, message)
-        except Exception:
-            logger.exception("what is done about a lost stage failed: %s", message)
+                self._lost.add(rank)
+                self._on_lost(rank, message)

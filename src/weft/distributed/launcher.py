@@ -24,18 +24,17 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from weft.distributed.env import on_signals
-from weft.distributed.log_forwarding import FromStages
 from weft.distributed.remote_call import STOPPED, Call, pickled, stage
 from weft.distributed.store import (
     ATTEMPT,
     PARENT,
+    FromStages,
     ask_to_stop,
     get_death,
     get_hang,
@@ -60,7 +59,7 @@ def launch(
     call: Call,
     *,
     restarts: int = 3,
-    threads: int | None = None,
+    threads: int = 1,
     callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Makes the call in `stages` processes, with RANK, WORLD_SIZE and what else torchrun sets, until all have ended.
@@ -70,16 +69,15 @@ def launch(
     SIGTERM and SIGHUP become a SIGTERM to the stages, which then have 60 s, and end in KeyboardInterrupt; a second one
     kills the stages at once.
 
-    `threads` a stage; None is OMP_NUM_THREADS, else 1. `callbacks` are called here, with each event that stage 0
-    gives to an `EventsToParent`; those of steps that are done again after a restart come again. Nothing listens beyond
-    loopback.
+    Each stage has so many `threads`. `callbacks` are called here, with each event that stage 0 gives to an
+    `EventsToParent`; those of steps that are done again after a restart come again. Nothing listens beyond loopback.
     """
     refuse_inside_a_stage()
     if stages < 1 or restarts < 0:
         raise TrainError(f"a launch needs stages >= 1 and restarts >= 0, not stages={stages} and restarts={restarts}")
     payload = pickled(call)
     variables = {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1") if threads is None else str(threads),
+        "OMP_NUM_THREADS": str(threads),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0"),
     }
     if not _one_at_a_time.acquire(blocking=False):
@@ -91,8 +89,6 @@ def launch(
 
 
 class _Launch:
-    """One launch, from its first start to its end."""
-
     def __init__(self, restarts: int, callbacks: Sequence[Callback]) -> None:
         self.restarts = restarts
         self.meeting = Loopback(f"weft-{os.getpid()}", self._on_start, self._on_round)
@@ -164,14 +160,11 @@ class _Launch:
         return f"rank {rank} ended with exit code {code}" + (f": {text}" if text else "")
 
     def _failure(self, failures: Mapping[int, ProcessFailure]) -> str:
-        def likelihood(rank: int) -> tuple[bool, bool]:
-            # Those that elastic stopped are no cause, and an exit often follows from another stage's violent end.
-            code = failures[rank].exitcode
-            return code in (-signal.SIGTERM, STOPPED), code > 0
-
-        rank = min(failures, key=likelihood)
+        # Those that elastic stopped are no cause, and an exit often follows from another stage's violent end.
+        codes = {rank: failure.exitcode for rank, failure in failures.items()}
+        rank = min(codes, key=lambda rank: (codes[rank] in (-signal.SIGTERM, STOPPED), codes[rank] > 0))
         times = "once" if self.restarts == 1 else f"{self.restarts} times"
-        death = self._died((rank, failures[rank].exitcode))
+        death = self._died((rank, codes[rank]))
         return f"{death}; all stages were restarted {times}, which is the most allowed"
 
     def _on_start(self, attempt: int) -> None:
@@ -237,18 +230,15 @@ def inherited(variables: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in touched:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 class Deaths(logging.Handler):
     """Reads in elastic's log which stage died first, since elastic says so nowhere else before the last death."""
 
     last: tuple[int, int] | None = None
-    """Rank and exit code."""
 
     def emit(self, record: logging.LogRecord) -> None:
         values = record.args
@@ -347,9 +337,4 @@ class Loopback(RendezvousHandler):
         return True
 
 
-def _handler_of(parameters: RendezvousParameters) -> RendezvousHandler:
-    handler: RendezvousHandler = parameters.get("handler")
-    return handler
-
-
-rendezvous_handler_registry.register(BACKEND, _handler_of)
+rendezvous_handler_registry.register(BACKEND, lambda parameters: parameters.get("handler"))

@@ -12,11 +12,10 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from weft.distributed.log_forwarding import ToParent
-from weft.distributed.store import connect, die_with_parent, report_death, report_error
+from weft.distributed.store import ToParent, connect, die_with_parent, report_death, report_error
 from weft.errors import TrainError, WeftError
 
 STOPPED = 128 + signal.SIGTERM
@@ -33,7 +32,6 @@ class Call:
 
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def pickled(call: Call) -> bytes:
@@ -48,14 +46,9 @@ def pickled(call: Call) -> bytes:
     try:
         return _dumps(call)
     except Exception as error:
-        parts: dict[str, Any] = {"the function": call.function}
-        parts.update({f"argument {index}": value for index, value in enumerate(call.args)})
-        parts.update({f"argument '{name}'": value for name, value in call.kwargs.items()})
-        culprit = _culprit(parts)
-        if culprit is None:
-            raise TrainError(_importable(f"the call cannot be sent to them: {error}")) from None
-        name, value, problem = culprit
-        raise TrainError(_importable(f"{name}, {_called(value)}, cannot be sent to them: {problem}")) from None
+        parts = {"the function": call.function} | {f"argument {index}": part for index, part in enumerate(call.args)}
+        what, problem = _culprit(parts) or ("the call", error)
+        raise TrainError(_importable(f"{what} cannot be sent to them: {problem}")) from None
 
 
 def stage(payload: bytes) -> None:
@@ -70,8 +63,11 @@ def stage(payload: bytes) -> None:
     logger.addHandler(ToParent(connect()))
     logger.propagate = False
     try:
-        call = _loads(payload)
-        call.function(*call.args, **call.kwargs)
+        try:
+            call: Call = pickle.loads(payload)
+        except Exception as problem:
+            raise TrainError(_importable(f"they cannot import what they are to run: {problem}")) from None
+        call.function(*call.args)
     except WeftError as problem:
         report_error(connect(), problem)
         raise SystemExit(1) from None
@@ -91,14 +87,6 @@ def stage(payload: bytes) -> None:
         pass
 
 
-def _loads(payload: bytes) -> Call:
-    try:
-        call: Call = pickle.loads(payload)
-    except Exception as problem:
-        raise TrainError(_importable(f"they cannot import what they are to run: {problem}")) from None
-    return call
-
-
 class _Pickler(pickle.Pickler):
     """Refuses what is defined where no other process can find it: in a notebook or at a prompt."""
 
@@ -116,18 +104,20 @@ def _dumps(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _culprit(parts: Mapping[str, Any]) -> tuple[str, Any, Exception] | None:
-    """The first part that cannot be pickled, looked for in values and mappings too, with its name and what is wrong."""
+def _culprit(parts: Mapping[str, Any]) -> tuple[str, Exception] | None:
+    """The first part that cannot be pickled, looked for in values and mappings too, and what is wrong with it."""
     for name, value in parts.items():
         try:
             _dumps(value)
         except Exception as problem:
-            inner: dict[str, Any] = {}
+            inner = {}
             if is_dataclass(value) and not isinstance(value, type):
                 inner = {f"'{item.name}'": getattr(value, item.name) for item in fields(value)}
             elif isinstance(value, dict):
                 inner = {f"'{key}'": each for key, each in value.items()}
-            return _culprit(inner) or (name, value, problem)
+            called = getattr(value, "__qualname__", None)
+            what = f"{getattr(value, '__module__', '')}.{called}" if called else f"a {type(value).__name__}"
+            return _culprit(inner) or (f"{name}, {what},", problem)
     return None
 
 
@@ -136,8 +126,3 @@ def _importable(problem: str) -> str:
         f"more than one stage means new processes, and {problem}; they need importable factories: functions defined in "
         "a module, rather than in a notebook cell, inside another function or as a lambda"
     )
-
-
-def _called(value: Any) -> str:
-    name = getattr(value, "__qualname__", None)
-    return f"{getattr(value, '__module__', '')}.{name}" if name else f"a {type(value).__name__}"

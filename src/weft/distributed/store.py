@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import select
 import signal
@@ -11,17 +12,20 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from weft.distributed.env import read_env
 from weft.errors import PipelineError, TrainError, WeftError
+from weft.runs.events import Callback, Event
 from weft.utils.files import to_json
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+
+log = logging.getLogger("weft.pipeline")
 
 PARENT = "WEFT_PARENT"
 """The variable in which `launch` gives its process id to the stages."""
@@ -76,7 +80,6 @@ def report_death(store: Store, rank: int, problem: BaseException) -> None:
 
 
 def get_death(store: Store, rank: int) -> str:
-    """What `report_death` left, or an empty text."""
     key = f"death/{rank}"
     return store.get(key).decode() if store.check([key]) else ""
 
@@ -96,13 +99,10 @@ def set_hang(store: Store, rank: int, text: str) -> None:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             return  # it is dead, which whoever started it has seen
-        except PermissionError:
-            pass
     store.compare_set("hang", "", text)
 
 
 def get_hang(store: Store) -> str:
-    """What `set_hang` left first, or an empty text."""
     return store.get("hang").decode() if store.check(["hang"]) else ""
 
 
@@ -163,19 +163,13 @@ def die_with_parent() -> None:
 
 def _follow(parent: int) -> None:
     with suppress(ProcessLookupError):
-        _wait(parent)
+        if hasattr(os, "pidfd_open"):  # which also sees the end of one that nobody has waited for
+            select.select([os.pidfd_open(parent)], [], [])
+        while not hasattr(os, "pidfd_open"):
+            with suppress(PermissionError):  # which means that it lives, as another user
+                os.kill(parent, 0)
+            time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _wait(pid: int) -> None:
-    """Returns, or raises ProcessLookupError, once a process that need not be a child has ended."""
-    if hasattr(os, "pidfd_open"):
-        select.select([os.pidfd_open(pid)], [], [])
-        return
-    while True:
-        with suppress(PermissionError):  # which means that it lives, as another user
-            os.kill(pid, 0)
-        time.sleep(1.0)
 
 
 # Small values that the ranks of a run exchange outside of their links, as JSON in the store that they share.
@@ -221,3 +215,67 @@ class ControlStore:
     def clone(self) -> ControlStore:
         """The same over a connection of its own, for another thread."""
         return ControlStore(self.store.clone(), self.rank, self.world)  # type: ignore[attr-defined]
+
+
+# What stages say to the process that started them: their log, and the run's events.
+
+_COUNT = "logs"
+
+
+class ToParent(logging.Handler):
+    """Puts what a stage logs into the store that it shares with its parent; on stderr where that is gone."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store: Store = store.clone()  # type: ignore[attr-defined]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        try:
+            number = self._store.add(_COUNT, 1)
+            self._store.set(f"log/{number}", json.dumps([record.name, record.levelno, text]))
+        except Exception:
+            print(text, file=sys.stderr)
+
+
+class EventsToParent:
+    """A callback of stage 0, the only one that writes events: puts each into the store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store: Store = store.clone()  # type: ignore[attr-defined]
+        self._count = 0
+
+    def __call__(self, event: Event) -> None:
+        self._count += 1
+        self._store.set(f"event/{self._count}", json.dumps(to_json(event)))
+
+
+class FromStages:
+    """The parent's side: ``read`` logs here what the stages have logged since, and shows their events to callbacks."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._callbacks = list(callbacks)
+        self.forget()
+
+    def read(self, store: Store) -> None:
+        # A number is taken before its text is there: the next look finds it.
+        while self._logs < store.add(_COUNT, 0) and store.check([f"log/{self._logs + 1}"]):
+            self._logs += 1
+            name, level, text = json.loads(store.get(f"log/{self._logs}"))
+            logging.getLogger(name).log(level, "%s", text)
+        while self._callbacks and store.check([key := f"event/{self._events + 1}"]):
+            self._events += 1
+            self._show(json.loads(store.get(key)))
+            store.delete_key(key)
+
+    def forget(self) -> None:
+        """The store of the next start is a new one."""
+        self._logs = self._events = 0
+
+    def _show(self, event: Event) -> None:
+        for callback in list(self._callbacks):
+            try:
+                callback(event)
+            except Exception:
+                log.exception("a callback failed and sees no more of this run")
+                self._callbacks.remove(callback)

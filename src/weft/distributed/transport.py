@@ -35,8 +35,6 @@ _LARGEST = 1 << 40
 
 
 class PeerLost(Exception):
-    """The connection to a neighbour broke."""
-
     def __init__(self, stage: int, reason: str) -> None:
         super().__init__(f"rank {stage} is lost: {reason}")
         self.stage = stage

@@ -93,7 +93,6 @@ class BatchStats:
             tensor.data.zero_()  # autograd has noted the buffers of a norm, though a training backward reads none
 
     def fold(self, record: BatchStatsRecord) -> None:
-        """Folds the record of one micro-batch into the running buffers."""
         if not self.norms:
             return
         if self._elastic is not None:

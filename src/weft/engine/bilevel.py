@@ -24,16 +24,14 @@ TRAINING = "train."
 """Prefix of the training batch's entries in a batch that holds both, as the second order needs it."""
 
 
-def _adam() -> Optimizer:
-    return Optimizer("adam", lr=3e-3, betas=(0.5, 0.999), weight_decay=1e-3)
-
-
 @dataclass(frozen=True)
 class Bilevel:
     """How the levels alternate: ``warmup`` steps for the weights alone, then of every ``every`` steps the last is for
     the architecture. Its parameters learn by ``optimizer``, at a constant rate."""
 
-    optimizer: Optimizer = field(default_factory=_adam)
+    optimizer: Optimizer = field(
+        default_factory=lambda: Optimizer("adam", lr=3e-3, betas=(0.5, 0.999), weight_decay=1e-3)
+    )
     warmup: int = 0
     every: int = 2
     order: int = 1
@@ -46,7 +44,6 @@ class Bilevel:
             )
 
     def architecture(self, step: int) -> bool:
-        """Whether the step trains the architecture."""
         return step >= self.warmup and (step - self.warmup) % self.every == self.every - 1
 
     def counts_before(self, step: int) -> tuple[int, int]:
@@ -69,11 +66,12 @@ class BilevelLoader:
         """The batch of step i, prepared in this thread."""
         weights, architecture = self._bilevel.counts_before(i)
         if not self._bilevel.architecture(i):
-            return self._with_progress(self._train.batch(weights), i)
-        batch = self._validation.batch(architecture)
-        if self._bilevel.order == 2:
-            batch = _joined(batch, self._train.batch(weights))
-        return self._with_progress(batch, i)
+            batch = self._train.batch(weights)
+        else:
+            batch = self._validation.batch(architecture)
+            if self._bilevel.order == 2:
+                batch = _joined(batch, self._train.batch(weights))
+        return with_progress(batch, i / self._steps)
 
     def iterate(self, start: int = 0, stop: int | None = None) -> Generator[Batch, None, None]:
         """The batches of the steps from ``start`` on, prepared ahead."""
@@ -89,13 +87,10 @@ class BilevelLoader:
                     if self._bilevel.order == 2:
                         ahead = next(train)
                         batch = _joined(batch, ahead)
-                yield self._with_progress(batch, i)
+                yield with_progress(batch, i / self._steps)
         finally:
             train.close()
             validation.close()
-
-    def _with_progress(self, batch: Batch, i: int) -> Batch:
-        return with_progress(batch, i / self._steps)
 
 
 def with_progress(batch: Batch, progress: float) -> Batch:
@@ -106,12 +101,6 @@ def with_progress(batch: Batch, progress: float) -> Batch:
 
 def _joined(batch: Batch, train: Batch) -> Batch:
     return {**batch, **{f"{TRAINING}{name}": tensor for name, tensor in train.items()}}
-
-
-def training_part(batch: Batch) -> Batch:
-    """The training batch within one that holds both."""
-    part = {name.removeprefix(TRAINING): value for name, value in batch.items() if name.startswith(TRAINING)}
-    return {**part, PROGRESS: batch[PROGRESS]}
 
 
 # Second-order DARTS: the architecture's gradient at the weights that one more training step would give.
@@ -138,7 +127,8 @@ def check_unrolled(config: TrainStep, stages: int = 1) -> None:
 
 def look_ahead(engine: TrainedLayers, step: int, batch: Batch) -> tuple[Any, Tensor, LayerGradients]:
     """Outputs and loss on the held-out part of the batch, and the gradients of the architecture by layer."""
-    train = training_part(batch)
+    train = {name.removeprefix(TRAINING): value for name, value in batch.items() if name.startswith(TRAINING)}
+    train[PROGRESS] = batch[PROGRESS]
     validation = {name: value for name, value in batch.items() if not name.startswith(TRAINING)}
     layers = [w for w in engine.weights.values() if not w.layer.is_architecture and w.parameters]
     parameters = [p for w in layers for p in w.parameters]

@@ -127,29 +127,23 @@ class VersionSchedule:
 
     def slot(self, n: int) -> int:
         """The update that micro-batch n contributes to."""
-        match self.consistency:
-            case Lagged(steps):
-                return n // self.m // steps
-            case VirtualPipeline(every, _):
-                return n // every
-            case _:
-                return n // self.m
+        return n // self.microbatches_per_update
 
     def forward_reads(self, n: int) -> int:
         """The version that the forward of micro-batch n reads."""
         match self.consistency:
             case Delayed(steps):
-                return max(n // self.m - steps, 0)
-            case Lagged(steps):
-                return max(n // self.m // steps - 1, 0)
+                return max(self.slot(n) - steps, 0)
+            case Lagged():
+                return max(self.slot(n) - 1, 0)
             case VirtualPipeline(every, _):
                 return max(n + 1 - self.window, 0) // every
             case _:
-                return n // self.m
+                return self.slot(n)
 
     def backward_reads(self, n: int) -> int:
         """The version that the backward of micro-batch n reads."""
-        return n // self.microbatches_per_update if self.backward_reads_newest else self.forward_reads(n)
+        return self.slot(n) if self.backward_reads_newest else self.forward_reads(n)
 
     @property
     def backward_reads_newest(self) -> bool:
@@ -170,9 +164,9 @@ class VersionSchedule:
         short."""
         return min((slot + 1) * self.microbatches_per_update, self.total) - 1
 
-    def steps(self, slot: int) -> int:
-        """Over how many steps the gradients of a slot are averaged."""
-        return -(-(self.last_microbatch(slot) + 1 - slot * self.microbatches_per_update) // self.m)
+    def steps(self, slot: int) -> range:
+        """The steps whose micro-batches a slot holds."""
+        return range(slot * self.microbatches_per_update // self.m, self.last_microbatch(slot) // self.m + 1)
 
     @property
     def microbatches_per_update(self) -> int:

@@ -44,7 +44,6 @@ class InPlaceWeights:
         self._fresh = not any(self.cast)
 
     def load_version(self, version: int, tensors: Sequence[Tensor]) -> None:
-        """Copies this older version into the leaves."""
         if self._old == version:
             return
         if self._backup is None:
@@ -105,8 +104,6 @@ BACKWARDS = 2
 
 
 class RecomputeGuard:
-    """Watches the backwards of one layer under its schedule."""
-
     def __init__(self, layer: str, module: nn.Module, schedule: VersionSchedule) -> None:
         self._layer, self._module, self._schedule = layer, module, schedule
         moves = isinstance(schedule.consistency, Bounded) and schedule.max_version_lag > 0

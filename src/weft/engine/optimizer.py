@@ -35,7 +35,6 @@ SGD: Mapping[str, float] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4}
 """The options of an optimizer without a kind."""
 
 GROUPS: Mapping[str, Groups] = {"matrices": matrices}
-"""Groups by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +169,7 @@ class LayerOptimizer:
         self._group: dict[int, tuple[int, int]] = {}
         self._full: list[list[list[nn.Parameter]]] = []
         self._base: list[list[float]] = []
-        separate = {name: own for name, own in (separate or {}).items() if name in self.parameters}
+        separate = separate or {}
         common = {name: p for name, p in self.parameters.items() if name not in separate}
         if issubclass(spec.cls, getattr(torch.optim, "Muon", ())):
             matrices = {name: p for name, p in common.items() if p.dim() == 2}
@@ -210,7 +209,6 @@ class LayerOptimizer:
         self._base.append([float(group["lr"]) for group in optimizer.param_groups])
 
     def apply(self, parameters: Sequence[nn.Parameter], gradients: Iterable[Tensor], factor: float) -> None:
-        """One update of these parameters at ``factor`` times their base learning rate."""
         shown: dict[tuple[int, int, bool], list[nn.Parameter]] = {}
         for parameter, gradient in zip(parameters, gradients, strict=True):
             # Fused kernels walk over memory, and autograd may hand out a gradient that lies turned or expanded there.
@@ -233,7 +231,6 @@ class LayerOptimizer:
             parameter.grad = None
 
     def optimizer(self, parameter: nn.Parameter) -> tuple[torch.optim.Optimizer, int]:
-        """The optimizer of a parameter, and the number of its group there."""
         number, index = self._group[id(parameter)]
         return self._optimizers[number], index
 

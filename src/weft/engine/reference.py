@@ -39,8 +39,6 @@ class StepResult:
 
 
 class SequentialReference(TrainedLayers):
-    """Trains a chain step by step on one device."""
-
     def __init__(
         self, chain: Chain, config: TrainStep, device: torch.device, graphs: CudaGraphCache | None = None
     ) -> None:
@@ -64,7 +62,9 @@ class SequentialReference(TrainedLayers):
             skipped += not counts
             for name, (total, count) in metrics.items():
                 before = sums.get(name)
-                sums[name] = (total, count) if before is None else (_wide(before[0]) + total, before[1] + count)
+                if before is not None:
+                    total, count = torch.as_tensor(before[0], dtype=torch.float64) + total, before[1] + count
+                sums[name] = total, count
             self._update(n)
             if self.offload is not None:
                 self.offload.finish(n)
@@ -149,7 +149,3 @@ class SequentialReference(TrainedLayers):
         for sums in self.sums:
             sums.forget(n + 1)
         self.prune(lambda weights: n + 1)
-
-
-def _wide(total: Tensor | float) -> Tensor:
-    return torch.as_tensor(total, dtype=torch.float64)

@@ -25,13 +25,11 @@ class Seeder:
             self._generators.append(torch.cuda.default_generators[index])
 
     def set(self, step: int, microbatch: int, layer: str) -> None:
-        """Seeds the default generators for this layer in this micro-batch."""
         number = self.number(step, microbatch, layer)
         for generator in self._generators:
             generator.manual_seed(number)
 
     def number(self, step: int, microbatch: int, layer: str) -> int:
-        """The seed of a layer in a micro-batch."""
         base = self._layers.get(layer)
         if base is None:
             base = self._layers[layer] = key(self._seed, "layer", layer)

@@ -94,12 +94,10 @@ class TrainStep:
         return subnets
 
     def subnet(self, n: int) -> Subnet:
-        """The subnet of micro-batch n."""
         subnets = self.subnets(n // self.microbatches)
         return subnets[n % self.microbatches % len(subnets)]
 
     def parts(self, batch: Batch) -> list[Batch]:
-        """The micro-batches of a step."""
         return [batch] * self.microbatches if self.distill is not None else split_batch(batch, self.microbatches)
 
     def trains(self, layer: Layer, step: int) -> bool:
@@ -128,16 +126,10 @@ class TrainStep:
         return outputs, loss
 
     def measure(self, outputs: Outputs, batch: Batch) -> dict[str, tuple[Tensor, float]]:
-        """Sum and count of every metric over a micro-batch."""
         if not self.metrics:
             return {}
         with torch.no_grad():
             return {name: counted(name, metric(outputs, batch)) for name, metric in self.metrics.items()}
-
-
-def detached(outputs: Outputs) -> Outputs:
-    """Outputs that a later micro-batch compares its outputs with."""
-    return outputs.detach() if isinstance(outputs, Tensor) else tuple(x.detach() for x in outputs)
 
 
 class TrainedLayers:
@@ -168,7 +160,6 @@ class TrainedLayers:
         self.offload: Offload | None = None
         """Loads layers to the device, where they do not all stay there."""
         self.updates = 0
-        """Updates of layers so far."""
         # The mean over the step's micro-batches enters as the gradient of each loss: every layer is divided by m.
         self._loss_gradient = torch.full((), 1.0 / m, device=device)
         self._teacher_outputs: Outputs = None
@@ -209,7 +200,8 @@ class TrainedLayers:
         self.seeder.set(step, j, "loss")
         outputs, loss = self.config.loss_of(tape.outputs(), batch, self._teacher_outputs if j else None)
         if self.config.distill is not None and j == 0:
-            self._teacher_outputs = detached(outputs)
+            one = isinstance(outputs, Tensor)
+            self._teacher_outputs = outputs.detach() if one else tuple(x.detach() for x in outputs)
         return outputs, loss
 
     def apply(self, group: Iterable[VersionedLayer], readers: Callable[[VersionedLayer], int]) -> None:
@@ -301,7 +293,6 @@ class TrainedLayers:
         return "the loss function" if self.is_last else ""
 
     def nonfinite_loss(self, n: int, where: str) -> NonFiniteError:
-        """The error for a loss that is not a number."""
         i, j = divmod(n, self.config.microbatches)
         return NonFiniteError(
             f"the loss is not a number in step {i}, micro-batch {j}, subnet {self.config.subnet(n)}: "
@@ -330,17 +321,11 @@ class TrainedLayers:
         return GlobalNormClipper(clip, delay_of(consistency.values()), span, self.weights, index, self.is_last)
 
     def _apply(self, group: Sequence[VersionedLayer], factor: float, readers: Callable[[VersionedLayer], int]) -> None:
-        parameters: list[nn.Parameter] = []
-        gradients: list[Tensor] = []
-        counts = []
-        for weights in group:
-            changed, clipped, good = self._gradients(weights, readers(weights))
-            counts.append(good)
-            parameters += changed
-            gradients += clipped
+        found = [self._gradients(weights, readers(weights)) for weights in group]
+        parameters = [parameter for changed, _, _ in found for parameter in changed]
         if parameters:
-            self.optimizer.apply(parameters, gradients, factor)
-        for weights, good in zip(group, counts, strict=True):
+            self.optimizer.apply(parameters, [g for _, clipped, _ in found for g in clipped], factor)
+        for weights, (_, _, good) in zip(group, found, strict=True):
             weights.on_update(readers(weights), good)
 
     def _gradients(self, weights: VersionedLayer, oldest: int) -> tuple[list[nn.Parameter], list[Tensor], bool]:

@@ -76,9 +76,8 @@ class VersionedLayer:
         self.parameters: list[nn.Parameter] = list(trained.values())
         self._swap = ParameterSwap(module, self.parameters)
         self._aliases: list[Tensor] | None = None
-        self.single_copy = isinstance(schedule.consistency, Exact) or (
-            isinstance(schedule.consistency, VirtualPipeline) and schedule.window == 1
-        )
+        exact = isinstance(schedule.consistency, Exact)
+        self.single_copy = exact or (isinstance(schedule.consistency, VirtualPipeline) and schedule.window == 1)
         """Whether one set of tensors is enough: every reader of a version is done before the update that ends it."""
         self.version_lags: Counter[int] = Counter()
         """By how many updates the weights of a backward were newer than those of its forward, and how often."""
@@ -87,9 +86,9 @@ class VersionedLayer:
         self.newest = 0
         self.kept: dict[int, list[Tensor]] = {}
         self.pending: PendingGradients | None = None
-        single = isinstance(schedule.consistency, Exact) and schedule.m == 1
-        self.batch_stats = BatchStats(layer.name, module, single)
-        self._reads_buffers = single
+        self.may_read_buffers = exact and schedule.m == 1
+        """Whether a forward may change the layer's own buffers: else nothing keeps such forwards in order."""
+        self.batch_stats = BatchStats(layer.name, module, self.may_read_buffers)
         self._watched = True
         self.can_undo_forward = False
         """Whether ``undo_forward`` works, which costs a copy of the buffers that a forward may change."""
@@ -97,7 +96,6 @@ class VersionedLayer:
         """Which steps train the layer; None: all."""
         self._buffers_before: dict[str, Tensor] = {}
         self._initial_buffers = {name: (id(b), b._version) for name, b in module.named_buffers()}
-        self._several = schedule.microbatches_per_update > 1
         self.recompute_guard = RecomputeGuard(layer.name, module, schedule)
         self.inplace: InPlaceWeights | None = None
         """The leaves that updates write into, under ``bounded``."""
@@ -117,7 +115,7 @@ class VersionedLayer:
         if not trains:
             leaves = [leaf.detach() for leaf in leaves]
         before = self.buffer_state() if self._watched else None
-        if self.can_undo_forward and self._reads_buffers:
+        if self.can_undo_forward and self.may_read_buffers:
             self._buffers_before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         out = self.run(leaves, activations, extra)
         if before is not None:
@@ -167,10 +165,6 @@ class VersionedLayer:
         """
         return None if not leaves or leaves[0] is self.parameters[0] else self._swap.to(leaves)
 
-    def refuse_buffers(self) -> None:
-        """From here on a forward that changes the layer's own buffers raises: nothing keeps such forwards in order."""
-        self._reads_buffers = False
-
     def undo_forward(self, n: int) -> None:
         """Restores the buffers as they were before the forward of micro-batch n, the last one: it does not count."""
         self._seen.pop(n, None)
@@ -192,12 +186,7 @@ class VersionedLayer:
         """Puts the version in place that the backward of micro-batch n must read; counts by how much it is newer."""
         if n in self._seen:
             lag = self._updates - self._seen.pop(n)
-            if lag > self.schedule.max_version_lag:
-                raise ConsistencyError(
-                    f"layer '{self.layer.name}': the backward of micro-batch {n} is {lag} updates ahead of its "
-                    f"forward, but {self.schedule.consistency} allows {self.schedule.max_version_lag} in its stage. "
-                    "This is a mistake of weft: please report it with the run's trace"
-                )
+            assert lag <= self.schedule.max_version_lag, f"micro-batch {n} is {lag} updates behind"
             self.version_lags[lag] += 1
         self.to_newest()
 
@@ -215,7 +204,7 @@ class VersionedLayer:
         pairs = zip(self.parameters, gradients, strict=True)
         filled = [torch.zeros_like(p) if g is None else g if g.dtype is p.dtype else g.to(p.dtype) for p, g in pairs]
         # The last of a slot is used at once; an earlier one has to outlive what autograd and the norms do next.
-        kept = self._several and self.schedule.last_microbatch(slot) != n
+        kept = self.schedule.last_microbatch(slot) != n
         if self.pending is None:
             self.pending = PendingGradients(slot, [g.clone() for g in filled] if kept else filled, [])
         else:
@@ -225,8 +214,7 @@ class VersionedLayer:
 
     def last_microbatch(self) -> int:
         """The last micro-batch of the slot that waits; its step's learning rate is the update's."""
-        assert self.pending is not None
-        return self.schedule.last_microbatch(self.pending.slot)
+        return self.schedule.last_microbatch(self.slot)
 
     @property
     def slot(self) -> int:
@@ -312,12 +300,8 @@ class VersionedLayer:
 
     def _steps(self, slot: int) -> int:
         """Over how many steps the gradients of a slot are averaged: those that train the layer."""
-        if self.trains is None or self.schedule.microbatches_per_update <= self.schedule.m:
-            return self.schedule.steps(slot)
-        schedule = self.schedule
-        first = slot * schedule.microbatches_per_update // schedule.m
-        last = schedule.last_microbatch(slot) // schedule.m
-        return sum(map(self.trains, range(first, last + 1)))
+        steps = self.schedule.steps(slot)
+        return len(steps) if self.trains is None or len(steps) == 1 else sum(map(self.trains, steps))
 
     def begin_of(self, version: int) -> int | None:
         """The number at which the kept version began that holds this one; None where it is the newest."""
@@ -336,8 +320,8 @@ class VersionedLayer:
 
     def _check_buffers(self, before: list[tuple[int, int]]) -> None:
         # Which layers have buffers of their own to watch is known after the first forward.
-        self._watched = bool(before) and not self._reads_buffers
-        if self.buffer_state() != before and not self._reads_buffers:
+        self._watched = bool(before) and not self.may_read_buffers
+        if self.buffer_state() != before and not self.may_read_buffers:
             raise ConsistencyError(
                 f"layer '{self.layer.name}' changes its own buffers in training, which needs 'exact', one "
                 "micro-batch a step and, on several stages, weights that are trained; "

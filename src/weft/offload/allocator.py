@@ -13,8 +13,6 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class AddressSpan(NamedTuple):
-    """``size`` bytes from ``start``."""
-
     start: int
     size: int
 
@@ -35,7 +33,6 @@ class AddressAllocator(Generic[Key]):
         self._hole_ends: dict[int, int] = {}
         self._hole_sizes: list[tuple[int, int]] = []
         self.used = size
-        """Allocated bytes."""
         if size:
             self._add_hole(0, size)
 

@@ -33,5 +33,4 @@ class OffloadConfig:
 
     @property
     def bytes(self) -> int:
-        """The budget in bytes."""
         return int(parse_bytes(self.budget, ConfigError))

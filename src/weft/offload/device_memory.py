@@ -7,6 +7,7 @@ computation, that read it last is done: events stand for these, and only the nex
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -40,7 +41,8 @@ class DeviceMemory:
         next_use: Callable[[MemoryBlock], float],
     ) -> None:
         self.memory = allocate_device(capacity + reserve, device)
-        self.typed_views = TypedViews(self.memory)
+        self.typed_view: Callable[[torch.dtype], Tensor] = cache(self.memory.view)
+        """The memory as another type; offsets count from where its storage begins."""
         self._storage_offset = int(self.memory.storage_offset())
         self.host, self.copy_engine = host, copy_engine
         self.loaded_bytes = self.evicted_bytes = self.peak_bytes = 0
@@ -53,12 +55,10 @@ class DeviceMemory:
 
     @property
     def blocks(self) -> list[MemoryBlock]:
-        """All blocks on the device."""
         return [*self._allocator.spans, *self._reserve.spans]
 
     @property
     def used(self) -> int:
-        """Allocated bytes."""
         return self._allocator.used + self._reserve.used
 
     def usage(self) -> tuple[int, int, int, int]:
@@ -72,7 +72,6 @@ class DeviceMemory:
         return block in self._allocator.spans or block in self._reserve.spans
 
     def bytes_of(self, block: MemoryBlock) -> Tensor:
-        """The memory of a block on the device."""
         span = self._span(block)
         return self._bytes_at(span, span.size)
 
@@ -222,18 +221,6 @@ class DeviceMemory:
             if end < old.end:
                 self._freed.append((AddressSpan(end, old.end - end), events))
         return pending
-
-
-class TypedViews(dict[torch.dtype, Tensor]):
-    """Memory of bytes seen as any type; offsets count from where its storage begins."""
-
-    def __init__(self, memory: Tensor) -> None:
-        super().__init__()
-        self._memory = memory
-
-    def __missing__(self, dtype: torch.dtype) -> Tensor:
-        self[dtype] = self._memory.view(dtype)
-        return self[dtype]
 
 
 def allocate_device(size: int, device: torch.device) -> Tensor:

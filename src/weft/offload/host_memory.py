@@ -28,7 +28,6 @@ class HostMemory:
         self.memory = allocate_host(total, pin) if buffer is None else buffer[:total]
         self.pinned = pin and (not total or self.memory.is_pinned())
         self.blocks: list[Tensor] = list(torch.split(self.memory, sizes))
-        """The bytes of every block."""
         self._free: dict[int, list[Tensor]] = {}
 
     def take(self, size: int) -> Tensor:

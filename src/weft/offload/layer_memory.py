@@ -86,10 +86,6 @@ class LayerMemory:
         weights.memory = self
 
     @property
-    def name(self) -> str:
-        return self.weights.layer.name
-
-    @property
     def spare_size(self) -> int:
         """Room that an update may need beside the block, as micro-batches may still read the version that it ends."""
         if self.weights.single_copy:
@@ -140,14 +136,12 @@ class LayerMemory:
                 block.evicted = None
 
     def bind_to_device(self, block: MemoryBlock) -> None:
-        """The block was given a place on the device."""
         if block is self.main:
             self._bind(self._device.byte_offset(block))
         else:
             self._bind_version(block, self._device.bytes_of(block))
 
     def bind_to_host(self, block: MemoryBlock) -> None:
-        """The block has lost its place on the device."""
         assert block.host is not None
         if block is self.main:
             self._bind(None)
@@ -176,7 +170,6 @@ class LayerMemory:
         return kept
 
     def drop(self, begin: int) -> None:
-        """The version has no more readers."""
         block = self.versions.pop(begin)
         self._device.free(block)
 
@@ -234,10 +227,10 @@ class LayerMemory:
             for (tensor, _), view in zip(self._bound, self._host_views, strict=True):
                 tensor.data = view
         else:
-            typed = self._device.typed_views
+            typed_view = self._device.typed_view
             for tensor, slot in self._bound:
                 start = (begin + slot.offset) // slot.itemsize
-                tensor.data = typed[slot.dtype].as_strided(slot.size, slot.stride, start)
+                tensor.data = typed_view(slot.dtype).as_strided(slot.size, slot.stride, start)
         self.weights.on_rebind()
         inplace = self.weights.inplace
         if inplace is not None and begin is None:

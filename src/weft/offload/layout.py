@@ -27,8 +27,6 @@ ALIGNMENT = 512
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """A tensor's place in its block."""
-
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
@@ -49,8 +47,6 @@ class TensorSlot:
 
 @dataclass(slots=True)
 class BlockLayout:
-    """Where everything of a layer lies in its block."""
-
     weights: list[TensorSlot] = field(default_factory=list)
     """Of every parameter of the module, whether it trains or not."""
     states: list[dict[str, TensorSlot]] = field(default_factory=list)
@@ -100,7 +96,6 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 def copy_into(tensors: Sequence[Tensor], slots: Sequence[TensorSlot], memory: Tensor) -> None:
-    """Copies the values of tensors into a block."""
     for tensor, slot in zip(tensors, slots, strict=True):
         slot.view(memory).copy_(tensor.detach())
 

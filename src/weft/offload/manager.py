@@ -90,10 +90,12 @@ class OffloadManager:
         self._misses = 0
         self._cuda = cuda
         self._background = BackgroundWorker(device)
-        self._queue = AdmissionQueue()
+        self._ready: deque[int] = deque()
+        """Micro-batches that have their layers and have not started, in stream order."""
+        self._next = self._total = 0
+        """The next micro-batch to get its layers, and the end of the run."""
         self._layers_of: dict[int, list[LayerMemory]] = {}
         self._held = 0
-        """Bytes of all layers that have a user."""
         self._copies_late = False
         """Whether layers of the last micro-batch that started were still being copied."""
         self._full = False
@@ -109,10 +111,10 @@ class OffloadManager:
 
     def begin_run(self, first: int, total: int) -> None:
         """Begins a run of the micro-batches ``first`` to ``total - 1``; nothing of another one may be in flight."""
-        while self._queue.ready:
+        while self._ready:
             self._back_off()
         self._layers_of.clear()
-        self._queue.fill(first, total)
+        self._next, self._total = first, total
         self._next_uses = NextUses(self._route, first, total)
         self._next_uses.advance_to(first)
         self.device.reprioritize(self.device.blocks)
@@ -122,20 +124,15 @@ class OffloadManager:
 
     def can_start(self, n: int) -> bool:
         """Whether the layers of a micro-batch are on the device, or can be brought there now."""
-        if n in self._queue:
-            return True
-        while True:
-            following = self._queue.peek()
-            if following is None or not self._admit(following, ahead=False):
+        while n >= self._next:
+            if self._next >= self._total or not self._admit(self._next, ahead=False):
                 return False
-            if following == n:
-                return True
+        return True
 
     def start(self, n: int) -> None:
-        """A micro-batch starts; its layers are on the device."""
         admitted = self.can_start(n)
         assert admitted, f"micro-batch {n} started without its layers"
-        self._queue.start(n)
+        self._ready.remove(n)
         passed = [self.layers[name] for name in self._next_uses.advance_to(n) if name in self.layers]
         self.device.reprioritize([block for layer in passed for block in (layer.main, *layer.versions.values())])
         layers = self._layers(n)
@@ -145,7 +142,6 @@ class OffloadManager:
 
     def finish(self, n: int) -> None:
         """A micro-batch and all its updates are done."""
-        self._queue.finish(n)
         self._record_use(self._layers(n))
         for layer in self._layers(n):
             self._remove_user(layer, n)
@@ -154,24 +150,21 @@ class OffloadManager:
 
     def prefetch_during(self, work: Callable[[], T]) -> T:
         """Does work that runs outside of Python, such as a backward, while a helper thread prefetches."""
-        if self._full or len(self._queue.ready) >= self._config.prefetch or self._queue.peek() is None:
+        if self._full or len(self._ready) >= self._config.prefetch or self._next >= self._total:
             return work()
         return self._background(self.prefetch, work)
 
     def prefetch(self) -> None:
         """Loads the layers of the next micro-batches, as far as there is room."""
-        while len(self._queue.ready) < self._config.prefetch:
-            n = self._queue.peek()
-            if n is None:
-                return
-            self._full = not self._admit(n, ahead=True)
+        while len(self._ready) < self._config.prefetch and self._next < self._total:
+            self._full = not self._admit(self._next, ahead=True)
             if self._full:
                 return
 
     def _prefetch_urgent(self) -> None:
         """Prefetches now where the next micro-batch has no layers yet, or where copies limit the speed; all else has
         time until the next backward."""
-        if not self._full and len(self._queue.ready) < (FIRST if self._copies_late else 1):
+        if not self._full and len(self._ready) < (FIRST if self._copies_late else 1):
             self.prefetch()
 
     def apply_updates(self, group: Sequence[VersionedLayer], apply: Callable[[Sequence[VersionedLayer]], None]) -> None:
@@ -217,7 +210,7 @@ class OffloadManager:
 
     def flush(self) -> None:
         """At the end of a run: every layer goes to the host, with all that was computed of it."""
-        while self._queue.ready:
+        while self._ready:
             self._back_off()
         self.device.evict_all()
         for layer in self.layers.values():
@@ -251,7 +244,7 @@ class OffloadManager:
     def _admit(self, n: int, ahead: bool) -> bool:
         layers = self._layers(n)
         held = self._held + sum(layer.main.size for layer in layers if not layer.users)
-        limit = FILL_LIMIT if ahead and len(self._queue.ready) >= FIRST else 1.0
+        limit = FILL_LIMIT if ahead and len(self._ready) >= FIRST else 1.0
         if held > self.device.capacity * limit:
             return False
         blocks: dict[MemoryBlock, None] = {}
@@ -272,13 +265,14 @@ class OffloadManager:
             spare.layer.spares.append(spare)
         if waits:
             self._misses += len(blocks) - present
-        self._queue.admit()
+        self._ready.append(n)
+        self._next += 1
         return True
 
     def _pin(self, layers: Sequence[LayerMemory]) -> None:
         blocks = [layer.main for layer in layers]
         while blocks and not self.device.load(blocks):
-            if self._queue.ready:
+            if self._ready:
                 self._back_off()
             elif len(blocks) == 1 and self.device.place_in_reserve(blocks[0]):
                 break
@@ -293,9 +287,9 @@ class OffloadManager:
             layer.wait(None)
 
     def _back_off(self) -> None:
-        n = self._queue.requeue_last()
-        for layer in self._layers(n):
-            self._remove_user(layer, n)
+        self._next = self._ready.pop()
+        for layer in self._layers(self._next):
+            self._remove_user(layer, self._next)
 
     def _remove_user(self, layer: LayerMemory, n: int) -> None:
         layer.users.remove(n)
@@ -323,42 +317,4 @@ class OffloadManager:
         self._record_use(layers)  # their users may release them without another use
 
     def _next_use(self, block: MemoryBlock) -> float:
-        return self._next_uses.next(block.layer.name)
-
-
-class AdmissionQueue:
-    """Micro-batches in stream order. One is ``ready`` once it has its layers, until it starts or is put back."""
-
-    def __init__(self) -> None:
-        self.ready: deque[int] = deque()
-        self._following = self._total = 0
-        self._started: set[int] = set()
-
-    def __contains__(self, n: int) -> bool:
-        """Whether it has its layers."""
-        return n in self._started or n in self.ready
-
-    def fill(self, first: int, total: int) -> None:
-        """From here on the micro-batches ``first`` to ``total - 1`` are queued."""
-        self._following, self._total = first, total
-
-    def peek(self) -> int | None:
-        """The next one to get its layers."""
-        return self._following if self._following < self._total else None
-
-    def admit(self) -> None:
-        """The next one is ready."""
-        self.ready.append(self._following)
-        self._following += 1
-
-    def requeue_last(self) -> int:
-        """Puts the last one that became ready back."""
-        self._following = self.ready.pop()
-        return self._following
-
-    def start(self, n: int) -> None:
-        self.ready.remove(n)
-        self._started.add(n)
-
-    def finish(self, n: int) -> None:
-        self._started.remove(n)
+        return self._next_uses.next(block.layer.weights.layer.name)

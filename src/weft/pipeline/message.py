@@ -13,6 +13,7 @@ memory after the cut as it would have without one.
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -24,7 +25,8 @@ from weft.errors import PipelineError
 
 Kind = Literal["F", "B", "norm", "total", "tie", "end"]
 ALIGNMENT = 64
-PREFIX = 24
+_LENGTHS = struct.Struct("<3Q")
+PREFIX = _LENGTHS.size
 _TYPES = {
     str(kind).removeprefix("torch."): kind
     for kind in (
@@ -105,13 +107,12 @@ def pack_with_payload(message: Message, device: torch.device) -> tuple[Tensor, C
 
 def prefix(header: int, length: int, payload: int) -> bytes:
     """The first bytes of a block: the lengths of its header, of the block and of the payload."""
-    return b"".join(number.to_bytes(8, "little") for number in (header, length, payload))
+    return _LENGTHS.pack(header, length, payload)
 
 
 def read_lengths(block: Tensor) -> tuple[int, int, int]:
     """The lengths in the first bytes of a block."""
-    begin = bytes(block[:PREFIX].numpy())
-    header, length, payload = (int.from_bytes(begin[k : k + 8], "little") for k in (0, 8, 16))
+    header, length, payload = _LENGTHS.unpack(bytes(block[:PREFIX].numpy()))
     return header, length, payload
 
 

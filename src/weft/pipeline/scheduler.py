@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -48,7 +48,6 @@ class LayerDependency(NamedTuple):
 
 
 DependenciesOf = Callable[[int], Sequence[LayerDependency]]
-"""The layers of the stage that a micro-batch uses; a pure function, known to every stage."""
 
 
 CanAdmit = Callable[[int], bool]
@@ -114,7 +113,7 @@ class Scheduler:
         self.known = first
         """Micro-batches below this are registered with their layers."""
         self._dependencies_of = dependencies_of
-        self._layers: dict[Hashable, _Layer] = {}
+        self._layers: defaultdict[Hashable, _Layer] = defaultdict(_Layer)
         self._dependencies: dict[int, Sequence[LayerDependency]] = {}
         self._done: set[int] = set()
         self._missing: dict[tuple[Kind, int], int] = {}  # layers that an operation still waits for
@@ -164,9 +163,12 @@ class Scheduler:
 
     def next(self) -> Op | None:
         """The operation to start now, which is then in flight; None where the stage has to wait."""
-        for kind in self._preference():
-            if self._can_start(kind):
-                microbatch = heapq.heappop(self._ready[kind])
+        backward_first = self.policy.schedule == "1f1b" or (self.policy.schedule == "naspipe" and self._last == "F")
+        order: tuple[Kind, ...] = ("B", "F") if backward_first else ("F", "B")
+        for kind in order:
+            ready = self._ready[kind]
+            if ready and (kind == "B" or self._may_start(ready[0])):
+                microbatch = heapq.heappop(ready)
                 if kind == "F":
                     self.in_flight.add(microbatch)
                     self._waiting_forwards -= 1
@@ -198,9 +200,8 @@ class Scheduler:
             self._done.remove(self.oldest)
             self.oldest += 1
         turns: list[tuple[Hashable, int]] = []
-        for layer in dict.fromkeys(
-            dependency.layer for dependency in self._dependencies.pop(op.microbatch)
-        ):  # tied weights: once
+        used = self._dependencies.pop(op.microbatch)
+        for layer in dict.fromkeys(dependency.layer for dependency in used):  # tied weights: once
             turns += self._apply(layer, op.microbatch)
         return turns
 
@@ -217,7 +218,6 @@ class Scheduler:
         self.advance_counter(FORWARDS, self.forwarded)
 
     def dependencies(self, op: Op) -> Sequence[LayerDependency]:
-        """The layers that an operation uses here."""
         return self._dependencies[op.microbatch]
 
     def complete(self, layer: Hashable, slot: int, last: int) -> bool:
@@ -233,21 +233,10 @@ class Scheduler:
         """The value of a counter; infinite for forwards once all are done, so that nothing waits for later ones."""
         return math.inf if counter == FORWARDS and self.forwarded >= self.total else self._reached.get(counter, 0)
 
-    def _preference(self) -> tuple[Kind, ...]:
-        if self.policy.schedule == "1f1b" or (self.policy.schedule == "naspipe" and self._last == "F"):
-            return ("B", "F")
-        return ("F", "B")
-
-    def _can_start(self, kind: Kind) -> bool:
-        ready = self._ready[kind]
-        if kind != "F" or not ready:
-            return bool(ready)
-        return self._may_start(ready[0]) and (self._can_admit is None or self._can_admit(ready[0]))
-
     def _may_start(self, microbatch: int) -> bool:
         free = self.policy.max_in_flight - len(self.in_flight)
         reserved = microbatch != self.oldest and self.oldest not in self.in_flight
-        return free > (1 if reserved else 0)
+        return free > reserved and (self._can_admit is None or self._can_admit(microbatch))
 
     def _admit(self) -> None:
         # The first stage makes its own inputs, no further ahead than the receive buffers of the others hold.
@@ -259,9 +248,7 @@ class Scheduler:
         for microbatch in range(self.known, until):
             dependencies = self._dependencies[microbatch] = self._dependencies_of(microbatch)
             for dependency in dependencies:
-                layer = self._layers.get(dependency.layer)
-                if layer is None:
-                    layer = self._layers[dependency.layer] = _Layer()
+                layer = self._layers[dependency.layer]
                 if not layer.users or layer.users[-1][0] != microbatch:
                     layer.users.append((microbatch, dependency.slot))
         self.known = max(self.known, until)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from weft.errors import ConsistencyError
 from weft.pipeline.scheduler import Op, SchedulePolicy, Scheduler
-from weft.pipeline.workload import Workload, early_share, stage_speeds
+from weft.pipeline.workload import Workload
 from weft.supernet.partition import Cut
 from weft.utils.rng import generator
 
@@ -29,8 +29,6 @@ MOMENT = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One operation in time."""
-
     op: Op
     start: float
     end: float
@@ -46,7 +44,6 @@ class Simulated:
     work: float
     """What all operations together take on one device of speed 1."""
     busy: tuple[float, ...]
-    """Of every stage."""
     peak: tuple[int, ...]
     """The most micro-batches in flight on each stage: their activations are held there."""
     steady_bubble: float
@@ -91,7 +88,13 @@ def simulate(
         raise ConsistencyError(f"latency={latency}: a message cannot arrive before it is sent")
     stages = len(cut) + 1
     policies = policy if isinstance(policy, list) else [policy] * stages
-    stage_speed, early, transfers = stage_speeds(speeds, stages), early_share(split), work.transfers(cut, bandwidth)
+    stage_speed = [1.0] * stages if speeds is None else list(speeds)
+    early = 1.0 if split is None else split
+    if len(stage_speed) != stages or min(stage_speed) <= 0:
+        raise ConsistencyError(f"speeds={stage_speed}: {stages} stages need {stages} speeds, each more than 0")
+    if not 0 < early <= 1:
+        raise ConsistencyError(f"split={split}: the input gradient is a share of the backward, above 0 and at most 1")
+    transfers = work.transfers(cut, bandwidth)
     schedulers = [
         Scheduler(
             s,

@@ -74,17 +74,14 @@ class Worker:
         self.deciding = 0.0
         """Seconds that decisions have taken so far."""
         self.peak = 0
-        """The most micro-batches in flight so far."""
         self.reports: list[tuple[int, Tensor]] = []
         """Loss and metrics by micro-batch, in order of arrival; the caller takes them out."""
         self.on_start: Callable[[Op], None] | None = None
-        """Called with the operation that begins."""
         self._batch_of = batch_of
         self._send = send
         self._inbox: dict[tuple[str, int], Message] = {}
         self._reports: dict[int, Tensor] = {}
-        span = (every or 0) * stage.config.microbatches
-        self._span = span
+        self._span = span = (every or 0) * stage.config.microbatches
         self._boundary = -(-(first + 1) // span) * span if span else 0
 
     @property
@@ -92,7 +89,6 @@ class Worker:
         return self.scheduler.done and self.stage.has_sums(self.scheduler.total)
 
     def receive(self, message: Message) -> None:
-        """Takes a message of a neighbour."""
         match message.kind:
             case "end":
                 self.end(message.microbatch)

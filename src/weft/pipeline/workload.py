@@ -36,15 +36,11 @@ class Workload:
     costs: Costs | None = None
     sizes: Sequence[float] | None = None
     """Bytes that enter each block in the forward of one micro-batch, and leave it as gradients in its backward."""
-    _schedules: dict[tuple[int, Hashable], VersionSchedule | None] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _equal: dict[VersionSchedule, VersionSchedule] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _shares: dict[Cut, Shares] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _schedules: dict[tuple[Consistency, int], VersionSchedule] = field(default_factory=dict, init=False, repr=False)
+    _shares: dict[Cut, Shares] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def total(self) -> int:
-        """Micro-batches in the run."""
         return self.steps * self.microbatches
 
     def dependencies_of(self, cut: Cut, stage: int) -> DependenciesOf:
@@ -53,13 +49,11 @@ class Workload:
 
         def dependencies(n: int) -> list[LayerDependency]:
             used = []
-            reads: dict[int, tuple[int, int, int]] = {}  # most layers have the same schedule: read once
             for block, layer in shares(n)[stage]:
-                at = self._schedule(block, layer)
-                if at is not None:
-                    if id(at) not in reads:
-                        reads[id(at)] = (at.slot(n), at.forward_reads(n), at.backward_reads(n))
-                    used.append(LayerDependency(layer, *reads[id(at)]))
+                consistency = self.consistency(layer)
+                if consistency is not None:
+                    at = self._schedule(consistency, block)
+                    used.append(LayerDependency(layer, at.slot(n), at.forward_reads(n), at.backward_reads(n)))
             return used
 
         return dependencies
@@ -74,8 +68,7 @@ class Workload:
         stages = len(cut) + 1
         if max_in_flight < stages - stage or not single_copy(self.consistencies(), cut, self.blocks):
             return None
-        block = 0 if stage == 0 else cut[stage - 1]
-        at = version_schedule(next(iter(self.consistencies())), block, self.blocks, self.microbatches, self.steps)
+        at = self._schedule(next(iter(self.consistencies())), (0, *cut)[stage])
         return lambda kind, n: forwards_to_await(at, kind, n)
 
     def stage_costs(self, cut: Cut, n: int) -> list[tuple[float, float]]:
@@ -123,13 +116,10 @@ class Workload:
             self._shares[cut] = lru_cache(1024)(divide)
         return self._shares[cut]
 
-    def _schedule(self, block: int, layer: Hashable) -> VersionSchedule | None:
-        key = (block, layer)
+    def _schedule(self, consistency: Consistency, block: int) -> VersionSchedule:
+        key = (consistency, block)
         if key not in self._schedules:
-            consistency, made = self.consistency(layer), None
-            if consistency is not None:
-                made = version_schedule(consistency, block, self.blocks, self.microbatches, self.steps)
-                made = self._equal.setdefault(made, made)
+            made = version_schedule(consistency, block, self.blocks, self.microbatches, self.steps)
             self._schedules[key] = made
         return self._schedules[key]
 
@@ -154,23 +144,6 @@ def chain_workload(
         return consistency[str(layer)] if layer in trained else None
 
     return Workload(len(chain.blocks), microbatches, steps, picks, consistency_of, costs, sizes)
-
-
-def stage_speeds(speeds: Sequence[float] | None, stages: int) -> list[float]:
-    """The speed of every stage, 1 where none are given; raises ConsistencyError unless there is one for each."""
-    checked = [1.0] * stages if speeds is None else list(speeds)
-    if len(checked) != stages or min(checked) <= 0:
-        raise ConsistencyError(f"speeds={checked}: {stages} stages need {stages} speeds, each more than 0")
-    return checked
-
-
-def early_share(split: float | None) -> float:
-    """The share of a backward after which its message leaves; raises ConsistencyError unless above 0 and at most 1."""
-    if split is None:
-        return 1.0
-    if not 0 < split <= 1:
-        raise ConsistencyError(f"split={split}: the input gradient is a share of the backward, above 0 and at most 1")
-    return split
 
 
 # One copy of the weights is enough under ``bounded`` where the real pipeline is the virtual one.

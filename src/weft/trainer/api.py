@@ -33,11 +33,10 @@ from weft.trainer.config import (
     resolve,
     validation_of,
 )
-from weft.trainer.device_engine import DeviceEngine
 from weft.trainer.manifest import config_of, describe_run, open_run, opened
 from weft.trainer.partitioning import LaunchSpec
 from weft.trainer.rank_main import run_stage, run_stages
-from weft.trainer.trainer import Trainer, check_validation, stop_requests
+from weft.trainer.trainer import DeviceEngine, Trainer, check_validation, stop_requests
 
 
 @dataclass(frozen=True)

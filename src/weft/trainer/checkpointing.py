@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from weft.distributed.store import ControlStore
-from weft.engine.layer_state import CheckpointPart, tensors_digest
+from weft.engine.layer_state import CheckpointPart
 from weft.engine.weight_versions import MARKS
 from weft.errors import CheckpointError
 from weft.runs import Checkpoints, Run
@@ -76,21 +76,14 @@ class CheckpointWriter:
         began = time.perf_counter()
         tensors: dict[str, Tensor] = {name: tensor.cpu() for name, tensor in snapshot.tensors.items()}
         entry = self._checkpoints.write_shard(step, f"stage{self._store.rank}", tensors)
-        shard = {"entry": to_json(entry), "layers": snapshot.layers}
+        self._store.set(f"shard/{step}/{self._store.rank}", {"entry": to_json(entry), "layers": snapshot.layers})
         if self._store.rank > 0:
-            self._store.set(f"shard/{step}/{self._store.rank}", shard)
             return
-        self._publish(step, shard, meta)
+        shards = [self._store.get(f"shard/{step}/{rank}") for rank in range(self._store.world)]
+        layers = {name: numbers for shard in shards for name, numbers in shard["layers"].items()}
+        entries = [ShardEntry.from_json(shard["entry"]) for shard in shards]
+        self._checkpoints.publish(step, entries, {**meta, "layers": layers})
         self.published.append((step, time.perf_counter() - began))
-
-    def _publish(self, step: int, own: Mapping[str, Any], meta: Meta) -> None:
-        shards = [own, *(self._store.get(f"shard/{step}/{rank}") for rank in range(1, self._store.world))]
-        layers: dict[str, Any] = {}
-        for part in shards:
-            layers |= part["layers"]
-        self._checkpoints.publish(
-            step, [ShardEntry.from_json(part["entry"]) for part in shards], {**meta, "layers": layers}
-        )
 
 
 # Weights that a run begins with, by global name.
@@ -107,7 +100,7 @@ def load_initial(chain: Chain, source: Any, partial: bool = False) -> None:
     """
     if source is None:
         return
-    weights = dict(_weights(source))
+    weights = dict(initial_weights(source))
     for tie in chain.ties:  # one value for both, also where only one of them is given or lies on this stage
         value = weights.get(str(tie.first), weights.get(str(tie.second)))
         if value is not None:
@@ -134,12 +127,8 @@ def load_initial(chain: Chain, source: Any, partial: bool = False) -> None:
     )
 
 
-def initial_digest(source: Any) -> str | None:
-    """SHA-256 over the weights that a run begins with, if any are given."""
-    return None if source is None else tensors_digest(_weights(source))
-
-
-def _weights(source: Any) -> Mapping[str, Tensor]:
+def initial_weights(source: Any) -> Mapping[str, Tensor]:
+    """The weights in any of the sources of ``load_initial``."""
     if isinstance(source, Chain):
         return source.state_dict()
     if isinstance(source, Mapping):

@@ -308,7 +308,6 @@ def consistencies(chain: Chain, consistency: str | Consistency | Mapping[str, An
 
 
 def checkpoint_every(config: TrainConfig, run: RunConfig) -> int:
-    """Steps between two checkpoints."""
     return run.checkpoint_every or max(1, config.steps // 10)
 
 

@@ -18,6 +18,7 @@ from weft.data import Data, Normalise, ShiftFlip
 from weft.engine import losses
 from weft.engine.bilevel import Bilevel
 from weft.engine.consistency import Exact
+from weft.engine.layer_state import tensors_digest
 from weft.engine.optimizer import GlobalNorm, Optimizer
 from weft.engine.train_step import TrainStep
 from weft.errors import CheckpointError, RunError, WeftError
@@ -25,7 +26,7 @@ from weft.runs import Run
 from weft.runs.run import without_modules
 from weft.space import make_stream
 from weft.supernet import Chain
-from weft.trainer.checkpointing import initial_digest
+from weft.trainer.checkpointing import initial_weights
 from weft.trainer.config import Execution, Parts, RunConfig, TrainConfig, merge_fields, prefers_channels_last
 from weft.utils.files import to_json
 
@@ -65,7 +66,7 @@ def describe_run(
     if step.architecture_search is not None:
         described["architecture_search"] = step.architecture_search.describe()
     if init_from is not None:
-        described["init_from"] = initial_digest(init_from)
+        described["init_from"] = tensors_digest(initial_weights(init_from))
     return described
 
 
@@ -105,17 +106,12 @@ def opened(
     """The run's directory, locked, and the step that it goes on from; None where it begins anew."""
     directory = open_run(run, described, device, resume)
     with directory.locked():
-        yield directory, _go_back(directory) if resume else None
-
-
-def _go_back(run: Run) -> int | None:
-    """The step of the newest good checkpoint, after everything later has been dropped; None where the run begins
-    anew."""
-    step = run.checkpoints.newest() if run.checkpoints.steps() else None
-    if step is not None:
-        run.checkpoints.drop_after(step)
-    run.events.drop_from(step or 0)
-    return step
+        step = directory.checkpoints.newest() if resume and directory.checkpoints.steps() else None
+        if step is not None:
+            directory.checkpoints.drop_after(step)
+        if resume:
+            directory.events.drop_from(step or 0)
+        yield directory, step
 
 
 def read_described(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,6 @@ class StepRecord:
     step: int
     subnets: tuple[Subnet, ...]
     losses: list[float]
-    """Of its micro-batches."""
     metrics: Mapping[str, Average]
     skipped: int
     """Micro-batches that do not count."""

@@ -29,7 +29,6 @@ from weft.trainer.config import Execution, RunConfig, TrainConfig, prefers_chann
 log = logging.getLogger("weft.pipeline")
 
 SIMULATED_STEPS = 200
-"""Steps of the run that are simulated."""
 
 CUT_TOLERANCE = 1.05
 """A cut whose slowest stage takes no more than this share of the best cut's is about as good."""
@@ -74,7 +73,6 @@ def choose_cut(work: Workload, stages: int, cut: Sequence[int] | None) -> Cut:
 
 
 def default_in_flight(work: Workload, cut: Cut, limit: int | None) -> list[int]:
-    """How many micro-batches each stage may have in flight."""
     return in_flight_limits(len(cut) + 1, single_copy(work.consistencies(), cut, work.blocks), limit, work.microbatches)
 
 
@@ -100,26 +98,6 @@ def warn_idle(chain: Chain, config: TrainStep, work: Workload, cut: Cut, policie
         )
 
 
-def warn_shallow_pipeline(work: Workload, cut: Cut, policies: list[SchedulePolicy]) -> None:
-    """Says how much of the time stages will wait where there are more of them than the virtual pipeline has."""
-    one, stages = common_bounded(work.consistencies()), len(cut) + 1
-    if one is None or stages <= one.depth or stages > work.blocks:
-        return
-    before = simulate(work, cut, policies).steady_bubble
-    deeper = replace(one, depth=stages)
-    after = simulate(replace(work, consistency=lambda layer: deeper), cut, policies).steady_bubble
-    log.warning(
-        "%d stages are more than the %d virtual ones of %s, whose updates they have to wait for: about %.0f %% of the "
-        "time; %s would leave %.0f %%, with another result",
-        stages,
-        one.depth,
-        one,
-        100 * before,
-        deeper,
-        100 * after,
-    )
-
-
 def _slowest(costs: Sequence[float], cut: Cut) -> float:
     borders = [0, *cut, len(costs)]
     return max(sum(costs[a:b]) for a, b in pairwise(borders))
@@ -130,8 +108,6 @@ def _slowest(costs: Sequence[float], cut: Cut) -> float:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """A training run as every rank gets it."""
-
     net: Chain | Factory
     data: Any
     config: TrainConfig
@@ -152,8 +128,7 @@ class RankPart:
     execution: Execution
     """With the layout of images that rank 0 has decided on, and the rank's own device."""
     cut: Cut
-    policies: tuple[SchedulePolicy, ...]
-    """Of every stage."""
+    policies: list[SchedulePolicy]
     extremes: Mapping[str, Subnet]
     simulated: tuple[Span, ...] | None
     """What the simulator says that the stages will do, for a trace."""
@@ -182,7 +157,7 @@ def partition(job: LaunchSpec, store: ControlStore, device: torch.device, restar
         config=resolve(config, chain, job.run.metrics),
         execution=execution,
         cut=cut,
-        policies=tuple(_policies(execution, map(int, decided["max_in_flight"]))),
+        policies=_policies(execution, decided["max_in_flight"]),
         extremes={name: chain.space.load_subnet(decided[name]) for name in ("largest", "smallest")},
         simulated=simulated,
     )
@@ -205,7 +180,6 @@ def _decide(
     policies = _policies(execution, limits)
     if not restarted:
         warn_idle(chain, config, work, cut, policies)
-        warn_shallow_pipeline(work, cut, policies)
     channels_last = execution.channels_last
     store.set(
         "partition",

@@ -20,12 +20,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from weft.distributed.env import DistEnv, read_env
 from weft.distributed.heartbeat import Heartbeat
-from weft.distributed.log_forwarding import EventsToParent
-from weft.distributed.rank_loop import RankLoop
 from weft.distributed.remote_call import Call, pickled
 from weft.distributed.store import (
     PARENT,
     ControlStore,
+    EventsToParent,
     asked_to_stop,
     connect,
     report,
@@ -35,7 +34,6 @@ from weft.distributed.store import (
 )
 from weft.distributed.transport import PeerLost, Transport
 from weft.errors import RunError, TrainError, WeftError, place_in_own_code
-from weft.offload import OffloadManager
 from weft.offload.layer_memory import MemoryBlock
 from weft.runs import Run
 from weft.runs.events import Callback
@@ -44,7 +42,7 @@ from weft.trainer.checkpointing import load_initial
 from weft.trainer.config import checkpoint_every, validation_of
 from weft.trainer.manifest import describe_run, opened
 from weft.trainer.partitioning import LaunchSpec, RankPart, partition
-from weft.trainer.pipeline_engine import PipelineEngine
+from weft.trainer.pipeline_engine import PipelineEngine, RankLoop
 from weft.trainer.trainer import Trainer, stop_requests
 
 log = logging.getLogger("weft.pipeline")
@@ -70,13 +68,8 @@ def run_stages(
     cores = os.cpu_count() or 1
     enough = max(1, cores // count)
     if job.threads > enough and job.execution.device == "cpu":
-        log.warning(
-            "%d stages of %d threads share %d cores; torch.set_num_threads(%d) before training would be faster",
-            count,
-            job.threads,
-            cores,
-            enough,
-        )
+        shares = f"{count} stages of {job.threads} threads share {cores} cores"
+        log.warning("%s; torch.set_num_threads(%d) before training would be faster", shares, enough)
     from weft.distributed.launcher import launch  # with torch elastic, which a run on one device does not need
 
     run = open_it()
@@ -171,13 +164,14 @@ def _start_tracer(run: Run, me: DistEnv, part: RankPart, engine: PipelineEngine)
     spans = part.simulated if me.rank == 0 else None
     tracer.start(me.restarts, me.world, part.cut, part.config.microbatches, spans)
     if engine.offload is not None:
-        engine.offload.device.on_change = partial(_trace_memory, tracer, engine.offload)
+        device = engine.offload.device
+
+        def changed(state: str, block: MemoryBlock) -> None:
+            if block is block.layer.main:
+                tracer.memory(block.layer.weights.layer.name, state, time.time(), device.usage())
+
+        device.on_change = changed
     return tracer
-
-
-def _trace_memory(tracer: TraceRecorder, offload: OffloadManager, state: str, block: MemoryBlock) -> None:
-    if block is block.layer.main:
-        tracer.memory(block.layer.name, state, time.time(), offload.device.usage())
 
 
 @contextmanager
@@ -200,8 +194,6 @@ def _opened(
 def _device(asked: torch.device, me: DistEnv) -> torch.device:
     if asked.type != "cuda":
         return asked
-    if not torch.cuda.is_available():
-        raise TrainError(f"device='{asked}', but torch sees no CUDA device on {me.host}: use device='cpu'")
     # More stages than devices share them in turn.
     device = torch.device("cuda", me.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)

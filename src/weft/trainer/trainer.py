@@ -1,13 +1,16 @@
 """One run from its first, or its next, step to its last: its log, validation, checkpoints, resume and fingerprint.
 
-The steps themselves are the work of an engine: ``DeviceEngine`` on one device, ``PipelineEngine`` on several stages,
-where every process has a trainer of its own and that of rank 0 writes the log.
+The steps themselves are the work of an engine: ``DeviceEngine`` on one device, the sequential reference step after
+step; ``PipelineEngine`` on several stages, where every process has a trainer of its own and that of rank 0 writes the
+log.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,13 +18,14 @@ from typing import Any
 
 import torch
 
-from weft.data import Data
+from weft.data import Data, Loader
 from weft.distributed.env import on_signals
 from weft.distributed.store import ControlStore
 from weft.distributed.transport import PeerLost
 from weft.elastic.mixture import choice_options
 from weft.engine.cuda_graphs import CudaGraphCache
 from weft.engine.layer_state import CheckpointPart, fingerprint, layer_digest
+from weft.engine.reference import SequentialReference
 from weft.engine.rng import deterministic
 from weft.engine.train_step import TrainedLayers, TrainStep
 from weft.errors import CheckpointError, TrainError, WeftError
@@ -34,9 +38,13 @@ from weft.supernet import Chain
 from weft.supernet.mixed_chain import MixedChain
 from weft.trainer.checkpointing import CheckpointWriter
 from weft.trainer.config import Execution, Validation
-from weft.trainer.metrics_log import LossDigest, StepRecord
+from weft.trainer.evaluate import evaluate, recalibrated
+from weft.trainer.metrics_log import AsyncReadback, LossDigest, StepRecord
 from weft.utils.malloc import keep_freed_memory
 from weft.utils.rng import generator
+
+OFFLOAD_EVENT = 0.5
+"""Seconds between two events about what lies on the device."""
 
 Event = tuple[str, Mapping[str, Any]]
 """What else an engine has to say: the name of an event and its fields."""
@@ -51,9 +59,7 @@ class Engine(ABC):
         self.chain, self.data, self.config, self.execution = chain, data, config, execution
         self.device = torch.device(execution.device)
         self.reached = 0
-        """Steps that are done."""
         self.stopped = False
-        """Whether the user has stopped the run."""
         self.offload: OffloadManager | None = None
         if execution.offload is not None:
             move_buffers(chain, self.device)
@@ -94,6 +100,68 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends what prepares batches."""
+
+
+class DeviceEngine(Engine):
+    def __init__(self, chain: Chain, data: Data, config: TrainStep, execution: Execution) -> None:
+        super().__init__(chain, data, config, execution)
+        self.layers = self._reference = SequentialReference(chain, config, self.device, self.graphs(one_at_a_time=True))
+        self.loader = config.loader(data, self.device, execution.data_workers)
+        self._readback = AsyncReadback(self.device)
+        self._last_offload_event = 0.0
+
+    def begin(self, step: int) -> None:
+        self.reached = step
+        self._batches = self.loader.iterate(step, self.config.steps)
+
+    def train(
+        self, stop: int, checkpoint_every: int, stopping: Callable[[], bool]
+    ) -> Iterator[StepRecord | CheckpointPart | Event]:
+        config = self.config
+        while self.reached < stop:
+            result = self._reference.step(self.reached, next(self._batches))
+            yield from self._finite(self._readback.add(result))
+            if self.offload is not None and time.perf_counter() - self._last_offload_event > OFFLOAD_EVENT:
+                self._last_offload_event = time.perf_counter()
+                yield "offload", {"step": self.reached, "stages": [self.offload.stats()]}
+            self.reached += 1
+            self.stopped = stopping()
+            if self.stopped or self.reached % checkpoint_every == 0 or self.reached == config.steps:
+                yield from self._finite(self._readback.drain())
+                yield self._reference.snapshot(self.reached * config.microbatches)
+            if self.stopped:
+                return
+        yield from self._finite(self._readback.drain())
+
+    def evaluate(
+        self, step: int, subnets: Mapping[str, Subnet], validation: Validation
+    ) -> Iterator[tuple[str, Mapping[str, float]]]:
+        assert self.data.validation is not None
+        config = self.config
+        loader = Loader(self.data.validation, validation.batch_size, 0, shuffle=False, device=self.device)
+        for name, subnet in subnets.items():
+            with recalibrated(self.chain, subnet, (self.loader.batch(k) for k in range(validation.bn_batches))):
+                batches = config.validation_batches(loader, step)
+                yield name, evaluate(self.chain, subnet, batches, config.loss, config.metrics, config.precision)
+
+    def end(self) -> list[Any]:
+        if self.offload is None:
+            return []
+        self.offload.flush()
+        return [self.offload.stats()]
+
+    def close(self) -> None:
+        self._batches.close()
+
+    def _finite(self, records: Iterator[StepRecord]) -> Iterator[StepRecord]:
+        """The records; on a GPU a loss that is not a number is seen some steps late, and explained then."""
+        for record in records:
+            bad = next((j for j, loss in enumerate(record.losses) if not math.isfinite(loss)), None)
+            if self.config.on_nonfinite == "stop" and bad is not None:
+                # The batch is a function of its number, so the forward can be run again.
+                part = self.config.parts(self.loader.batch(record.step))[bad]
+                raise self._reference.explain_nonfinite(record.step * self.config.microbatches + bad, part)
+            yield record
 
 
 class Trainer:
@@ -246,7 +314,6 @@ class Trainer:
             self.emit("validation", step=step - 1, pick=name, subnet=self.subnets[name].id, scores=scores)
 
     def _fingerprint(self) -> str:
-        """SHA-256 over all weights, optimizer states and losses."""
         layers = self.engine.layers
         own = {name: layer_digest(weights, layers.optimizer) for name, weights in layers.weights.items()}
         digests: dict[str, str] = {}

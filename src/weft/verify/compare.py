@@ -45,8 +45,6 @@ log = logging.getLogger("weft.pipeline")
 
 @dataclass(frozen=True, slots=True)
 class RunVariant:
-    """One way to train the same run."""
-
     stages: int
     resumed: bool = False
 
@@ -56,28 +54,24 @@ class RunVariant:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one variant ended."""
-
     variant: RunVariant
     folder: Path
     seconds: float
-    fingerprint: str | None = None
-    error: str | None = None
+    fingerprint: str | None
+    error: str | None
 
     @property
     def run(self) -> Run:
         return Run.open(self.folder / "run")
 
+    def row(self, equal: bool) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in ("fingerprint", "seconds", "error")}
+        return {**asdict(self.variant), **values, "equal": equal}
 
-@dataclass(frozen=True)
-class WholeRun:
+
+def rate_of_whole_run(optimizer: Optimizer, whole: int, step: int, steps: int) -> float:
     """The schedule of a run of which only the first steps are trained."""
-
-    optimizer: Optimizer
-    steps: int
-
-    def __call__(self, step: int, steps: int) -> float:
-        return self.optimizer.lr_factor(step, self.steps)
+    return optimizer.lr_factor(step, whole)
 
 
 @dataclass(frozen=True)
@@ -127,26 +121,24 @@ class VerifyCase:
         return Outcome(variant, folder, time.perf_counter() - began, fingerprint, error)
 
     def layer_use(self) -> LayerUse:
-        """Which layers every micro-batch uses."""
-        s, blocks = self.step, len(self.chain.blocks)
-        subnets = [s.subnet(n) for n in range(s.steps * s.microbatches)]
-        clocks = {
-            name: version_schedule(s.consistency[name], layer.block, blocks, s.microbatches, s.steps)
-            for name, layer in self.chain.layers.items()
+        s, chain = self.step, self.chain
+        routes = [[layer.name for layer in chain.route(s.subnet(n))] for n in range(s.steps * s.microbatches)]
+        schedules = {
+            name: version_schedule(s.consistency[name], layer.block, len(chain.blocks), s.microbatches, s.steps)
+            for name, layer in chain.layers.items()
         }
-        return LayerUse(
-            s.microbatches, [[layer.name for layer in self.chain.route(subnet)] for subnet in subnets], clocks
-        )
+        return LayerUse(s.microbatches, routes, schedules)
 
     def evidence(self, outcome: Outcome) -> RunRecord:
         """Losses, the last checkpoint and, if the run was recorded, every forward."""
         run, use = outcome.run, self.layer_use()
         losses = {event["step"]: event["loss"] for event in run.events.read() if event["event"] == "step"}
-        layers: dict[str, dict[str, Any]] = {name: {} for name in self.chain.layers}
-        for name, tensor in run.checkpoints.load().tensors.items():
-            layers[_layer_of(name, tuple(layers))][name] = tensor
-        records = read_records(outcome.folder, self.step.seed, use)
-        return RunRecord(losses, {name: tensors_digest(tensors) for name, tensors in layers.items()}, records)
+        saved = run.checkpoints.load().tensors
+        layers = {
+            layer: tensors_digest({name: saved[name] for name in saved if name.startswith((f"{layer}.", f"{layer}+"))})
+            for layer in self.chain.layers
+        }
+        return RunRecord(losses, layers, read_records(outcome.folder, self.step.seed, use))
 
 
 def make_case(net: Chain | Factory, data: Any, parts: Parts, stages: Sequence[int], steps: int) -> VerifyCase:
@@ -158,7 +150,7 @@ def make_case(net: Chain | Factory, data: Any, parts: Parts, stages: Sequence[in
     config, execution, _ = parts
     optimizer = config.optimizer
     assert isinstance(optimizer, Optimizer)
-    whole = optimizer.with_schedule(WholeRun(optimizer, config.steps))
+    whole = optimizer.with_schedule(partial(rate_of_whole_run, optimizer, config.steps))
     config = replace(config, steps=min(steps, config.steps), optimizer=whole)
     chain = initialise(partial(fresh, net), config.seed)
     for count in stages:
@@ -177,10 +169,6 @@ class _Stopped(KeyboardInterrupt):
 def _stop_at_checkpoint(event: Mapping[str, Any]) -> None:
     if event["event"] == "checkpoint":
         raise _Stopped
-
-
-def _layer_of(name: str, layers: Sequence[str]) -> str:
-    return max((layer for layer in layers if name.startswith((f"{layer}.", f"{layer}+"))), key=len)
 
 
 STEPS = 50
@@ -216,7 +204,7 @@ def verify_run(
             "equal": not failed,
             "steps": case.config.steps,
             "threads": torch.get_num_threads(),
-            "rows": [_row(outcome, outcome not in failed) for outcome in found],
+            "rows": [outcome.row(outcome not in failed) for outcome in found],
             "difference": None,
             "cause": None,
         }
@@ -227,17 +215,6 @@ def verify_run(
             difference = {**asdict(where), "what": what, "run": str(failed[0].variant)}
             verdict |= {"difference": difference, "cause": asdict(why)}
     return verdict
-
-
-def _row(outcome: Outcome, equal: bool) -> dict[str, Any]:
-    return {
-        "stages": outcome.variant.stages,
-        "resumed": outcome.variant.resumed,
-        "fingerprint": outcome.fingerprint,
-        "equal": equal,
-        "seconds": outcome.seconds,
-        "error": outcome.error,
-    }
 
 
 def _explained(case: VerifyCase, first: Outcome, failed: Outcome, folder: Path) -> tuple[Difference, Cause]:
@@ -292,10 +269,5 @@ def _not_reproduced(case: VerifyCase) -> Cause:
     if torch.device(case.execution.device).type == "cuda" and case.execution.cuda_graphs:
         why = "without CUDA graphs the same runs agree"
         return Cause(KERNEL, why, "set execution.cuda_graphs = false, and report it with the layers that you use")
-    why = (
-        "the same two runs, done again, agree: the difference comes and goes, as with threads of your own or memory "
-        "that nobody initialised"
-    )
-    return Cause(
-        UNKNOWN, why, "look for work that runs beside the training, such as another thread that changes the data"
-    )
+    why = "the same two runs, done again, agree: the difference comes and goes"
+    return Cause(UNKNOWN, why, "look for work that runs beside the training, such as a thread that changes the data")

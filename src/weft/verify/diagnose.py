@@ -35,8 +35,6 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """The run under test."""
-
     net: Chain | Factory
     load: Callable[[], Data]
     config: TrainStep

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,10 +43,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What is known of a run."""
-
     losses: Mapping[int, float]
-    """By step."""
     layers: Mapping[str, str]
     """The digest of each layer's part of the last checkpoint."""
     records: Records = field(default_factory=dict)
@@ -157,7 +155,7 @@ class RecordingFactory:
         for name in getattr(chain, "layers", ()):  # the caller refuses what is no chain
             module = chain.module(name)
             if isinstance(module, LazyLayer):
-                module.factory = _RecordingLayer(module.factory, self.folder)
+                module.factory = partial(_recorded, module.factory, self.folder)
             else:
                 _record_layer(module, self.folder)
         return chain
@@ -182,16 +180,11 @@ def read_records(folder: Path, seed: int, use: LayerUse) -> Records:
     return found
 
 
-@dataclass(frozen=True)
-class _RecordingLayer:
-    factory: Callable[[], nn.Module]
-    folder: Path
-
-    def __call__(self) -> nn.Module:
-        module = self.factory()
-        if isinstance(module, nn.Module):
-            _record_layer(module, self.folder)
-        return module
+def _recorded(factory: Callable[[], nn.Module], folder: Path) -> nn.Module:
+    module = factory()
+    if isinstance(module, nn.Module):
+        _record_layer(module, folder)
+    return module
 
 
 def _record_layer(module: nn.Module, folder: Path) -> None:
