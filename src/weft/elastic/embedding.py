@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from weft.elastic.mixture import Mixture, Pick
-from weft.elastic.module import Leaf, cloned_prefix, load
+from weft.elastic.module import Leaf, load
 from weft.elastic.sizes import Dim, Sizes
 from weft.space import Space, Subnet
 
@@ -35,7 +35,7 @@ class Embedding(nn.Embedding, Leaf):
     def plain(self, subnet: Subnet) -> nn.Module:
         (width,) = self.sizes.of(subnet)
         made = nn.Embedding(self.num_embeddings, width, device="meta", dtype=self.weight.dtype)
-        return load(made, {"weight": cloned_prefix(self.weight, self.num_embeddings, width)}, self.training)
+        return load(made, self.training, weight=self.weight[:, :width].contiguous())
 
 
 class _Mixed(torch.autograd.Function):

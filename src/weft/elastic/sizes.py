@@ -79,23 +79,14 @@ class Sizes:
         """The probabilities of the combinations of shared choices, and of those of each dimension alone."""
         return tuple(mixture.joint(names) if names else None for names in (self.shared, *self._own))
 
-    def distribution(self, mixture: Mixture, index: int = 0) -> Tensor:
-        """The probability of each of ``values[index]``."""
-        return mixture.cached(("distribution", self.key, index), lambda: self._distribution(mixture, index))  # type: ignore[no-any-return]
+    def distribution(self, mixture: Mixture) -> Tensor:
+        """The probability of each of the sizes of the first dimension."""
+        return mixture.cached(("distribution", self.key), lambda: self._distribution(mixture))  # type: ignore[no-any-return]
 
-    def keep_probability(self, mixture: Mixture, index: int = 0) -> Tensor:
-        """For each place along a dimension the probability that it is within the pick."""
-        factors = self.mask_factors(mixture)
-        if len(factors) == 1:
-            return factors[0].sum(0) if len(factors[0]) > 1 else factors[0][0]
-        # The first place of every other dimension is always within, and its factor carries the rest.
-        if index == 0:
-            return factors[0].sum(0)
-        first = factors[0][:, 0]
-        for other in range(1, len(factors)):
-            if other != index:
-                first = first * factors[other][:, 0]
-        return first @ factors[index]
+    def keep_probability(self, mixture: Mixture) -> Tensor:
+        """For each place along the first dimension the probability that it is within the pick."""
+        # The first place of every other dimension is always within.
+        return self.mask_factors(mixture)[0].sum(0)
 
     def cached(self, key: Any, make: Callable[[], Any]) -> Any:
         """The value of ``make()``, called once a key for these sizes."""
@@ -115,20 +106,16 @@ class Sizes:
             factors[0] = factors[0] * shared[:, None]
         return tuple(factors)
 
-    def _distribution(self, mixture: Mixture, index: int) -> Tensor:
-        names = (*self.shared, *self._own[index])
-        if not names:
-            like = mixture[mixture.names[0]] if mixture.names else torch.zeros(())
-            return torch.ones(1, device=like.device, dtype=like.dtype)
-        if self.tables[index].flatten().tolist() == list(self.values[index]):
-            return mixture.joint(names)  # a size for each, in order
-        like = mixture[names[0]]
-        key = (-1 - index, like.device, like.dtype)
+    def _distribution(self, mixture: Mixture) -> Tensor:
+        names, sizes = (*self.shared, *self._own[0]), self.tables[0].flatten().tolist()
+        joint = mixture.joint(names)
+        if sizes == list(self.values[0]):
+            return joint  # a size for each, in order
+        key = (-1, joint.device, joint.dtype)
         if key not in self._inside:
-            sizes = self.tables[index].flatten()
-            rows = torch.tensor([[float(size == v) for v in self.values[index]] for size in sizes], device="cpu")
-            self._inside[key] = rows.to(like)
-        return mixture.joint(names) @ self._inside[key]
+            rows = torch.tensor([[float(size == value) for value in self.values[0]] for size in sizes], device="cpu")
+            self._inside[key] = rows.to(joint)
+        return joint @ self._inside[key]
 
     def table(self, index: int, like: Tensor) -> Tensor:
         """Which places are within the pick: shared combinations x places x own combinations, as 0 and 1."""

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn import grad as gradients  # the public form of autograd's own
 
-from weft.elastic.ops.weight import expected_weight
+from weft.elastic.ops.weight import expected
 
 Pair = tuple[int, int]
 
@@ -26,7 +26,7 @@ def mixed_conv2d(
     dilation: Pair,
     groups: int,
 ) -> Tensor:
-    """``F.conv2d`` with the expected weight and bias; the factors are those of ``expected_weight``."""
+    """``F.conv2d`` with the expected weight and bias; the factors are those of ``ops.weight``."""
     rows, columns = rows.to(weight.dtype), columns.to(weight.dtype)
     out: Tensor = _MixedConv.apply(x, weight, bias, rows, columns, stride, padding, dilation, groups)  # type: ignore[no-untyped-call]
     return out
@@ -44,7 +44,7 @@ class _MixedConv(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias, rows, columns)
         ctx.where = where
         inside = None if bias is None else bias * rows.sum(0)
-        return F.conv2d(x, expected_weight(weight, rows, columns), inside, *where)
+        return F.conv2d(x, _expected(weight, rows, columns), inside, *where)
 
     @staticmethod
     @once_differentiable
@@ -53,8 +53,8 @@ class _MixedConv(torch.autograd.Function):
         wants = ctx.needs_input_grad
         dx = dw = db = of_rows = of_columns = None
         if wants[0]:
-            expected = expected_weight(weight, rows, columns).to(gradient.dtype)
-            dx = gradients.conv2d_input(x.shape, expected, gradient, *ctx.where)  # type: ignore[no-untyped-call]
+            mixed = _expected(weight, rows, columns).to(gradient.dtype)
+            dx = gradients.conv2d_input(x.shape, mixed, gradient, *ctx.where)  # type: ignore[no-untyped-call]
             dx = dx.to(ctx.dtype)
         if wants[1] or wants[3] or wants[4]:
             raw = gradients.conv2d_weight(x, weight.shape, gradient, *ctx.where)  # type: ignore[no-untyped-call]
@@ -69,3 +69,8 @@ class _MixedConv(torch.autograd.Function):
             db = total * rows.sum(0) if wants[2] else None
             of_rows = of_rows if of_rows is None else of_rows + total * bias
         return dx, dw, db, of_rows, of_columns, None, None, None, None
+
+
+def _expected(weight: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """The expected weight: all dimensions but the first count as columns."""
+    return expected(weight.flatten(1), None, rows, columns, weight.dtype)[0].view_as(weight)
