@@ -3,15 +3,17 @@ kernels."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn import grad as gradients  # the public form of autograd's own
 
 from weft.elastic.mixture import Mixture, Pick
 from weft.elastic.module import Leaf, Module, contiguous_prefix, load, narrow_prefix, saved_as_view
-from weft.elastic.ops.conv import mixed_conv2d
+from weft.elastic.ops.weight import expected
 from weft.elastic.sizes import Dim, Sizes
 from weft.errors import SupernetError
 from weft.space import Expr, Space, Subnet
@@ -66,7 +68,8 @@ class Conv2d(nn.Conv2d, Leaf):
                 return super().forward(x)
             rows, columns = self._factors(pick)
             where = (self.stride, self.padding, self.dilation, self.groups)
-            return mixed_conv2d(x, self.weight, self.bias, rows, columns, *where)  # type: ignore[arg-type]
+            out: Tensor = _MixedConv.apply(x, self.weight, self.bias, rows, columns, *where)  # type: ignore[no-untyped-call]
+            return out
         outputs, within, kernel = self.sizes.of(pick)
         bias = contiguous_prefix(self.bias, outputs)
         padding, groups = self._padding(kernel), self._groups(outputs)
@@ -108,7 +111,8 @@ class Conv2d(nn.Conv2d, Leaf):
             places = kernel.index_select(1, self._ring(kernel.device))
             return (within[:, :, None] * places[:, None, :]).flatten(1)
 
-        return rows, mixture.cached(("places", self.sizes.key), make)
+        columns = mixture.cached(("places", self.sizes.key), make)
+        return rows.to(self.weight.dtype), columns.to(self.weight.dtype)
 
     def _ring(self, device: torch.device) -> Tensor:
         """For each place of the largest kernel twice its distance from the centre."""
@@ -144,17 +148,11 @@ def _check(sizes: Sizes, width: int | None, padding: int | None, what: str) -> N
         )
 
 
-# An elastic layer that turns the patches of an image into vectors.
-
-
 class Patches(Conv2d):
     """A convolution whose kernel and stride are the patch, of which a subnet uses the first outputs."""
 
     def __init__(self, space: Space, channels: int, width: Dim, patch: int) -> None:
         super().__init__(space, channels, width, patch, patch, padding=0)
-
-
-# Squeeze and excite: a gate for each channel, computed from the channel means of the image.
 
 
 class SqueezeExcite(Module):
@@ -169,3 +167,50 @@ class SqueezeExcite(Module):
         pooled = F.adaptive_avg_pool2d(x, 1)
         gate = F.hardsigmoid(self.expand(F.relu(self.reduce(pooled, pick=pick)), pick=pick))
         return x * gate
+
+
+# The convolution with the expectation of its weight, which the backward computes again.
+
+
+class _MixedConv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, columns: Tensor, *where: Any
+    ) -> Tensor:
+        kind = x.device.type
+        ctx.dtype = x.dtype
+        if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(kind))  # kept as the convolution uses it
+        ctx.save_for_backward(x, weight, bias, rows, columns)
+        ctx.where = where
+        inside = None if bias is None else bias * rows.sum(0)
+        return F.conv2d(x, _expected(weight, rows, columns), inside, *where)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight, bias, rows, columns = ctx.saved_tensors
+        wants = ctx.needs_input_grad
+        dx = dw = db = of_rows = of_columns = None
+        if wants[0]:
+            mixed = _expected(weight, rows, columns).to(gradient.dtype)
+            dx = gradients.conv2d_input(x.shape, mixed, gradient, *ctx.where)  # type: ignore[no-untyped-call]
+            dx = dx.to(ctx.dtype)
+        if wants[1] or wants[3] or wants[4]:
+            raw = gradients.conv2d_weight(x, weight.shape, gradient, *ctx.where)  # type: ignore[no-untyped-call]
+            raw = raw.to(weight.dtype).flatten(1)
+            product = raw * weight.flatten(1) if wants[3] or wants[4] else raw
+            of_rows = torch.mm(columns, product.t()) if wants[3] else None
+            of_columns = torch.mm(rows, product) if wants[4] else None
+            if wants[1]:
+                dw = torch.mm(rows.t(), columns).mul_(raw).view_as(weight)
+        if bias is not None and (wants[2] or wants[3]):
+            total = gradient.sum((0, 2, 3)).to(bias.dtype)
+            db = total * rows.sum(0) if wants[2] else None
+            of_rows = of_rows if of_rows is None else of_rows + total * bias
+        return dx, dw, db, of_rows, of_columns, None, None, None, None
+
+
+def _expected(weight: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """The expected weight: all dimensions but the first count as columns."""
+    return expected(weight.flatten(1), None, rows, columns, weight.dtype)[0].view_as(weight)

@@ -107,17 +107,17 @@ class RootScaled(Sizes):
         super().__init__(space, *rows, *columns, what=what)
         self._root = len(rows) - 1
         self.key = (*self.key, self._root)  # type: ignore[assignment]
-        self._scaled: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def table(self, index: int, like: Tensor) -> Tensor:
         table = super().table(index, like)
         if index != self._root:
             return table
-        key = (like.device, like.dtype)
-        if key not in self._scaled:
+
+        def make() -> Tensor:
             roots = self.tables[index].clamp_min(1).double().rsqrt()
-            self._scaled[key] = table * roots[:, None, :].to(*key)
-        return self._scaled[key]
+            return table * roots[:, None, :].to(like.device, like.dtype)
+
+        return self.cached(("scaled", like.device, like.dtype), make)  # type: ignore[no-any-return]
 
 
 def _as_tuple(dims: Dims) -> tuple[Dim, ...]:

@@ -25,18 +25,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from weft.elastic import Leaf, Module
 from weft.elastic.extract import plain_module
 from weft.elastic.mixture import choice_options
+from weft.elastic.sizes import active_values, with_conditions
 from weft.errors import SearchError, SpaceError
 from weft.search.cost import flops, latency, parameters
 from weft.search.cost_table import (
     LIMIT,
     Table,
     Values,
-    active_values,
     combinations,
     count_combinations,
     drop_unused_choices,
     make_table,
-    with_conditions,
 )
 from weft.space import Subnet, Value
 from weft.supernet import Chain, as_activations, build_on_meta, initialise
