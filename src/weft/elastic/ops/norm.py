@@ -36,12 +36,14 @@ def mixed_norm(
     Computes in single precision at least.
     """
     fused = norm_kernels(x, weight, probabilities, widths)
-    run: Any = _SegmentedNorm.apply if fused is None else fused.mixed_norm
-    out: Tensor = run(x, weight, bias, probabilities, tuple(widths), eps, centred)
+    form: Any = MixedNorm if fused is None else fused.MixedNorm
+    out: Tensor = form.apply(x, weight, bias, probabilities, tuple(widths), eps, centred)
     return out
 
 
-class _SegmentedNorm(torch.autograd.Function):
+class MixedNorm(torch.autograd.Function):
+    """The form for every device, in operations of torch."""
+
     @staticmethod
     def forward(
         ctx: Any,
