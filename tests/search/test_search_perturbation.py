@@ -136,7 +136,6 @@ def test_the_default_of_darts_is_the_same_on_two_stages_and_after_a_resume(tmp_p
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"pick": "missed"}, "pick 'missed' is called 'perturbation' now"),
         ({"pick": "best"}, "pick is 'likeliest' or 'perturbation', not 'best'"),
         ({"pick": "perturbation", "method": "spos"}, "'spos' learns no mixture to pick from"),
         ({"pick": "perturbation", "targets": "parameters=650"}, "ignores what a subnet costs"),

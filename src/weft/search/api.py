@@ -11,7 +11,7 @@ from weft.errors import SearchError, nearest
 from weft.search.front import Front, Scored
 from weft.search.loop import Cache, run_search
 from weft.search.objectives import Constraint, parse_constraints, parse_objectives
-from weft.search.scorer import CHEAP, MEASURED, CostLookup, Scorer, context, known_metrics
+from weft.search.scorer import CHEAP, MEASURED, Scorer, context, cost_lookup, known_metrics
 from weft.space import Space, Subnet
 from weft.trainer.api import TrainedRun
 
@@ -84,7 +84,7 @@ def search(
         budget=budget,
         seed=seed,
         cache=cache,
-        cheap=CostLookup(scorer, budget) if names.keys() & set(CHEAP) else None,
+        cheap=cost_lookup(scorer, budget) if names.keys() & set(CHEAP) else None,
         on_score=on_score,
     )
     # To count costs takes as long as to score: where the search did not need them, only the front gets them.

@@ -89,7 +89,8 @@ class Measurement:
         self.chain.eval()
         self.batch = {name: tensor.to(device) for name, tensor in batch.items()}
         self.metric, self.device, self.repeats = metric, device, repeats
-        self.space, self.rules = chain.space, chain.space.rules
+        self.rules = chain.space.rules
+        self.options = {name: choice.options or () for name, choice in chain.space.choices.items()}
         self._measured: dict[Any, float] = {}
         self._multiplies: dict[nn.Module, bool] = {}  # composites that were seen, and whether they multiply themselves
         self._activations: list[Any] = []  # by number: tables hold numbers
@@ -130,7 +131,7 @@ class Measurement:
                 if _key(some, scope) in done[scope]:
                     continue
                 values = self._completed(some, names, len(outputs))
-                if values is None or math.isnan(number := self._at(inputs, values)):
+                if values is None or math.isnan(number := inputs.at(self.options, values)):
                     continue
                 outputs.append((values, self._run(block, parts, values, self._activations[int(number)])))
                 for other in scopes:
@@ -163,7 +164,7 @@ class Measurement:
         seen = set()
         for some in combinations(self.rules, with_conditions(self.rules, around)):
             values = self._completed(some, names, 0)
-            if values is None or math.isnan(number := self._at(inputs, values)):
+            if values is None or math.isnan(number := inputs.at(self.options, values)):
                 continue
             subnet = self.rules.subnet(values)
             name = block.pick(subnet)
@@ -187,7 +188,7 @@ class Measurement:
     def _completed(self, some: Values, names: Names, turn: int) -> dict[str, Value] | None:
         """With options of the other choices, which differ from turn to turn; None where a constraint forbids all."""
         others = [name for name in names if name not in some]
-        options = [choice_options(self.space, name) for name in others]
+        options = [choice_options(self.chain.space, name) for name in others]
         rotated = [own[turn % len(own) :] + own[: turn % len(own)] for own in options]
         for combination in islice(product(*rotated), LIMIT):
             values = active_values(self.rules, names, {**dict(zip(others, combination, strict=True)), **some})
@@ -261,17 +262,13 @@ class Measurement:
 
     def _check_size(self, block: Block, names: Names) -> None:
         for name in names:
-            choice_options(self.space, name)  # raises SpaceError for a choice of real numbers
+            choice_options(self.chain.space, name)  # raises SpaceError for a choice of real numbers
         count = count_combinations(self.rules, names)
         if count > LIMIT:
             raise SearchError(
                 f"the {self.metric} of block '{block.name}' depend on {', '.join(names)}: {count:,} combinations, more "
                 f"than {LIMIT:,}. Let it depend on fewer choices"
             )
-
-    def _at(self, table: Table, values: Values) -> float:
-        given = [(choice_options(self.space, name), values.get(name)) for name in table.names]
-        return float(table.values[tuple(0 if value is None else own.index(value) for own, value in given)])
 
     def _number_of(self, activations: tuple[Tensor, ...]) -> int:
         key = _identity(activations)

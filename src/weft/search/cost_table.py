@@ -27,6 +27,11 @@ class Table:
     names: tuple[str, ...]
     values: Array
 
+    def at(self, options: Mapping[str, Sequence[Value]], values: Values) -> float:
+        """The number for these values; an inactive choice makes no difference, so that any option of it will do."""
+        given = [(options[name], values.get(name)) for name in self.names]
+        return float(self.values[tuple(0 if value is None else own.index(value) for own, value in given)])
+
     def broadcast(self, names: Sequence[str]) -> Array:
         """The values with an axis for each of these names, which contain the table's own in the same order."""
         sizes = dict(zip(self.names, self.values.shape, strict=True))

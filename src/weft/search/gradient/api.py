@@ -312,8 +312,6 @@ def check_search(settings: GradientSearchConfig, method: GradientMethod | Sample
     warmup, pick, targets = settings.weight_warmup_steps, settings.pick, settings.targets
     if warmup is not None and (not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0):
         raise SearchError(f"weight_warmup_steps is a whole number of 0 or more, not {warmup!r}")
-    if pick == "missed":
-        raise SearchError("pick 'missed' is called 'perturbation' now")
     if pick is not None and pick not in PICKS:
         raise SearchError(f"pick is {' or '.join(map(repr, PICKS))}, not {pick!r}")
     if pick is not None and isinstance(method, SampledMethod):
