@@ -34,8 +34,8 @@ from weft.zoo import (
     toy_cell,
 )
 from weft.zoo.cells import NODES, Edge, Edges
-from weft.zoo.layers import Residual
-from weft.zoo.nas_bench_201 import NB201_OPERATIONS, ReductionCell
+from weft.zoo.convolutions import Residual
+from weft.zoo.nas_bench import NB201_OPERATIONS, ReductionCell
 
 SMALL: dict[str, tuple[Callable[[], Chain], tuple[int, ...]]] = {
     "toy cell": (partial(toy_cell, 4, size=8, dropout=0.0), (3, 1, 8, 8)),

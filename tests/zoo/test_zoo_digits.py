@@ -53,4 +53,4 @@ def test_subnets_come_out_with_the_same_bits(build: Callable[[], Chain]) -> None
             model = extract(chain, subnet)
             assert torch.equal(model(x), chain(x, subnet))
             homes = {type(part).__module__ for part in model.modules()}
-            assert all(home.startswith("torch.") or home == "weft.zoo.layers" for home in homes)
+            assert all(home.startswith("torch.") or home == "weft.zoo.convolutions" for home in homes)

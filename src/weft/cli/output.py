@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.utils.units import format_bytes
-from weft.zoo.catalog import Entry
+from weft.zoo import Entry
 
 
 def facts(console: Console, values: Mapping[str, Any], title: str) -> None:

@@ -45,8 +45,7 @@ def zoo(as_json: AsJson = False) -> None:
     Prints how many subnets each has, of how many choices, and the parameters of the smallest and the largest one.
     """
     from weft.cli import output
-    from weft.zoo import SUPERNETS
-    from weft.zoo.catalog import catalogue
+    from weft.zoo import SUPERNETS, catalogue
 
     entries = list(catalogue(SUPERNETS))
     print_json([asdict(entry) for entry in entries]) if as_json else output.zoo(console, entries)
