@@ -36,14 +36,12 @@ def mixed_norm(
     Computes in single precision at least.
     """
     fused = norm_kernels(x, weight, probabilities, widths)
-    form: Any = MixedNorm if fused is None else fused.MixedNorm
+    form: Any = _SegmentedNorm if fused is None else fused.TritonNorm
     out: Tensor = form.apply(x, weight, bias, probabilities, tuple(widths), eps, centred)
     return out
 
 
-class MixedNorm(torch.autograd.Function):
-    """The form for every device, in operations of torch."""
-
+class _SegmentedNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

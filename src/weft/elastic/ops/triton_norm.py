@@ -21,8 +21,8 @@ MOST_WIDTHS, MOST_FEATURES = 16, 8192
 _PROGRAMS = 512  # of the backward, at most: each leaves a row of sums
 
 
-class MixedNorm(torch.autograd.Function):
-    """As ``ops.norm.MixedNorm``."""
+class TritonNorm(torch.autograd.Function):
+    """What ``ops.norm.mixed_norm`` applies, of the same arguments."""
 
     @staticmethod
     def forward(
