@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -138,8 +138,7 @@ def search_gradient(
     if config.architecture_search is not None:
         raise SearchError("a gradient search makes its own architecture_search: leave it out")
     method = make_gradient_method(settings.method) if isinstance(settings.method, str) else settings.method
-    check_search(settings, method, run_config.metrics)
-    check_name(settings.search_name)
+    _check(settings, method)
     started = read_env()
     if started is not None and started.world > 1:  # only the first of them would have the weights in the end
         raise SearchError("gradient search starts the processes of its stages itself: use stages=N and not torchrun")
@@ -150,7 +149,8 @@ def search_gradient(
             f"'{method.name}' finds the architecture on validation data, and this data set has none: "
             "split some off with weft.data.split"
         )
-    if not initialise(net, seed, only=()).space.choices:
+    space = initialise(net, seed, only=()).space
+    if not space.choices:
         raise SearchError(f"'{method.name}' has nothing to search: the supernet has no choices")
     targets = _make_targets(net, loaded, settings.targets, seed, execution.device)
     start = partial(train, execution=execution, callbacks=callbacks, resume=resume)
@@ -158,7 +158,7 @@ def search_gradient(
         trained = start(net, data, _sampled_config(config, method), run=run_config)
         return _by_samples(trained, targets, settings, on_score)
     pick = settings.pick or default_pick(method)
-    if targets or not candidates(initialise(net, seed, only=()).space):
+    if targets or not candidates(space):
         pick = "likeliest"
     steps = config.steps
     warmup = default_warmup(method, steps) if settings.weight_warmup_steps is None else settings.weight_warmup_steps
@@ -305,27 +305,17 @@ def _make_result(
     return GradientSearchResult(trained, subnet, scores, mixture, front)
 
 
-def check_search(settings: GradientSearchConfig, method: GradientMethod | SampledMethod, metrics: object) -> None:
-    """Raises SearchError for settings of the wrong kind, before anything is built."""
+def _check(settings: GradientSearchConfig, method: GradientMethod | SampledMethod) -> None:
+    """Raises SearchError for settings that do not go together, before anything is built."""
+    check_name(settings.search_name)
     if not isinstance(method, (GradientMethod, SampledMethod)):
         raise SearchError(f"method is a name such as 'drnas', or a method itself, not {method!r}")
-    warmup, pick, targets = settings.weight_warmup_steps, settings.pick, settings.targets
+    warmup, pick = settings.weight_warmup_steps, settings.pick
     if warmup is not None and (not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0):
         raise SearchError(f"weight_warmup_steps is a whole number of 0 or more, not {warmup!r}")
     if pick is not None and pick not in PICKS:
         raise SearchError(f"pick is {' or '.join(map(repr, PICKS))}, not {pick!r}")
     if pick is not None and isinstance(method, SampledMethod):
         raise SearchError(f"'{method.name}' learns no mixture to pick from: leave pick out")
-    if pick == "perturbation" and targets:
+    if pick == "perturbation" and settings.targets:
         raise SearchError("pick 'perturbation' ignores what a subnet costs: use 'likeliest' with targets")
-    if not isinstance(metrics, Mapping) or not all(callable(metric) for metric in metrics.values()):
-        raise SearchError(f'metrics are functions by name, such as {{"accuracy": weft.accuracy}}, not {metrics!r}')
-    texts = [targets] if isinstance(targets, str) else targets
-    if not isinstance(texts, Iterable) or not all(isinstance(text, str) for text in texts):
-        raise SearchError(f"targets are texts such as 'parameters=5e6', not {targets!r}")
-    if not all(isinstance(one, Penalty) for one in settings.penalties):
-        raise SearchError(f"penalties are of weft.search.Penalty, not {settings.penalties!r}")
-    if settings.architecture is not None and not isinstance(settings.architecture, Optimizer):
-        raise SearchError(
-            f"architecture is an optimizer such as weft.Optimizer('adam', lr=0.01), not {settings.architecture!r}"
-        )
