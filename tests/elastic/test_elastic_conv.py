@@ -21,7 +21,7 @@ from elastic_law import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.elastic import BatchNorm2d, Conv2d, Mixture, Sequential, SqueezeExcite
+from weft.elastic import BatchNorm2d, Conv2d, Mixture, Patches, Sequential, SqueezeExcite
 from weft.engine.batch_stats import BatchStats
 from weft.errors import SupernetError
 from weft.space import Space, Subnet
@@ -60,6 +60,7 @@ CONVOLUTIONS: dict[str, Callable[..., Conv2d]] = {
     "strided": lambda space, a, b, k, large: Conv2d(space, a, b, k, stride=2),
     "dilated": lambda space, a, b, k, large: Conv2d(space, 3, 3, k, groups="depthwise", dilation=2, bias=False),
     "padded": lambda space, a, b, k, large: Conv2d(space, a, 5, 3, padding=0),
+    "patches": lambda space, a, b, k, large: Patches(space, 2, a, 2),
 }
 
 
