@@ -14,11 +14,9 @@ import weft
 from weft.data import Data, Tensors
 from weft.elastic import Mixture
 from weft.errors import SearchError
-from weft.search.cost_model import build_cost_model
 from weft.search.discretize import _without, by_perturbation, most_probable_subnet
 from weft.search.gradient import search_gradient
 from weft.search.gradient.methods import Darts, default_pick, make_gradient_method
-from weft.search.targets import Penalty
 from weft.supernet import initialise
 from weft.trainer.api import TrainedRun
 from weft.trainer.config import Execution, TrainConfig, resolve
@@ -108,15 +106,6 @@ def test_sizes_are_the_likeliest(tmp_path: Path) -> None:
     found = search_gradient(layered, weft.data.digits(), method="darts", steps=8, batch_size=32, folder=tmp_path)
     assert (found.subnet, found.pick) == (most_probable_subnet(found.mixture), "likeliest")
     assert by_perturbation(found.trained, found.mixture) == found.subnet
-
-
-def test_a_penalty_counts_against_an_option_that_costs() -> None:
-    digits, chain = weft.data.digits(), initialise(blocks, 0).eval()
-    expected = build_cost_model(chain, digits.train.take([0]), "parameters")
-    mixture = Mixture.uniform(chain.space)
-    trained = as_trained(chain, digits, steps=100, batch_size=32)
-    cheap = by_perturbation(trained, mixture, penalties=[Penalty(expected, 1e3)])
-    assert set(cheap.values.values()) == {"skip"}
 
 
 def test_the_pick_of_a_search_is_that_of_its_mixture_and_can_be_another_after_a_resume(tmp_path: Path) -> None:

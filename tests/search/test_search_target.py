@@ -16,7 +16,7 @@ from weft.search import discretize
 from weft.search.cost_model import CostModel, build_cost_model
 from weft.search.cost_table import Table, make_table
 from weft.search.discretize import most_probable_subnet
-from weft.search.targets import Penalty, Target, parse_targets
+from weft.search.targets import Target, parse_targets
 from weft.space import Space, Subnet
 from weft.supernet import Chain, Elastic
 from weft.utils.rng import generator
@@ -109,8 +109,6 @@ def test_the_penalty_grows_with_the_distance_and_vanishes_at_the_target() -> Non
     assert at(0.2) == pytest.approx(at(0.8))
     values = [at(share) for share in (0.5, 0.51, 0.6, 0.8, 1.0)]
     assert values == sorted(values)
-    mixture = Mixture(space, {"size": torch.tensor([0.5, 0.5])})
-    assert Penalty(expected, 2.0).penalty(mixture).item() == pytest.approx(2 * 150 / 200)
 
 
 @pytest.mark.parametrize(
@@ -153,9 +151,8 @@ def test_descending_the_penalty_brings_the_expected_cost_to_the_target(
     ],
 )
 def test_targets_are_read_from_text(text: str | list[str], wanted: list[tuple[str, float]]) -> None:
-    targets = parse_targets(text, lambda name: CostModel(name, "space", {}, [], [], 0.0, 1e12), weight=2.0)
+    targets = parse_targets(text, lambda name: CostModel(name, "space", {}, [], [], 0.0, 1e12))
     assert [(target.expected.metric, target.value) for target in targets] == wanted
-    assert all(target.weight == 2.0 for target in targets)
 
 
 @pytest.mark.parametrize(
@@ -296,8 +293,3 @@ def test_targets_of_another_space_are_refused() -> None:
 def test_a_target_just_outside_of_the_range_is_met_within_the_tolerance() -> None:
     expected = CostModel("flops", "space", {}, [], [], 100.0, 1000.0)
     assert [Target(expected, value).value for value in (98.5, 1015.0)] == [98.5, 1015.0]
-    for weight in (-1.0, math.nan):
-        with pytest.raises(SearchError, match="weight"):
-            Target(expected, 500.0, weight)
-    with pytest.raises(SearchError, match="nothing to put a price on"):
-        Penalty(CostModel("flops", "space", {}, [], [], 0.0, 0.0))

@@ -36,7 +36,7 @@ from weft.search.gradient.methods import (
 )
 from weft.search.objectives import parse_objectives
 from weft.search.scorer import Scorer
-from weft.search.targets import Penalty, Target, parse_targets
+from weft.search.targets import Target, parse_targets
 from weft.space import Subnet
 from weft.supernet import Chain, Factory, initialise
 from weft.supernet.mixed_chain import (
@@ -85,8 +85,6 @@ class GradientSearchConfig:
     """its name, or the method itself"""
     targets: str | Iterable[str] = ()
     """what the subnet must cost, within 2 %: `"parameters=5e6"`, `"flops=1e9"`"""
-    penalties: Sequence[Penalty] = ()
-    """what else the loss of the architecture is to count"""
     architecture: Optimizer | None = None
     """the optimizer of the architecture parameters; as suits the method and the steps if not given"""
     weight_warmup_steps: int | None = None
@@ -180,7 +178,7 @@ def search_gradient(
     total = sum(count for _, count in layout)
     mixed_config = replace(
         config,
-        loss=MixedLoss(config.loss, layout, (*targets, *settings.penalties), repr(method)),
+        loss=MixedLoss(config.loss, layout, targets, repr(method)),
         stream=mixed.space.first(),
         architecture_search=bilevel,
     )
@@ -193,7 +191,7 @@ def search_gradient(
     mixture = trained.chain.mixture()
     plain = _plain(trained, net, config, run_config)
     if pick == "perturbation":
-        subnet = by_perturbation(plain, mixture, settings.penalties)
+        subnet = by_perturbation(plain, mixture)
     else:
         subnet = most_probable_subnet(mixture, targets)
     return replace(_make_result(plain, subnet, mixture, settings, method.name, layout), pick=pick)

@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.data import Batch
 from weft.elastic import Mixture
 from weft.engine.train_step import Loss, Metric
-from weft.search.targets import Penalty, Target
+from weft.search.targets import Target
 
 Layout = tuple[tuple[str, int], ...]
 """Choices in the order of the vector of probabilities, with the number of their options."""
@@ -35,7 +35,7 @@ class MixedLoss:
 
     loss: Loss
     layout: Layout
-    targets: Sequence[Target | Penalty] = ()
+    targets: Sequence[Target] = ()
     method: str = ""
     """The method that makes the probabilities: part of the manifest, so that a run is not resumed with another."""
 
