@@ -8,15 +8,16 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from weft.data import Data, Loader, as_data
+from weft.data import Batch, Data, Loader, as_data
 from weft.distributed.env import read_env
 from weft.elastic import Mixture, Switch
 from weft.elastic.mixture import choice_options
 from weft.engine.bilevel import Bilevel
 from weft.engine.optimizer import Optimizer
-from weft.engine.train_step import Metric
+from weft.engine.train_step import Loss, Metric
 from weft.errors import SearchError
 from weft.runs.events import Callback
 from weft.search.api import OLD_OPTIONS, check_name, choices_to_json, refuse_options
@@ -24,7 +25,6 @@ from weft.search.api import search as search_run
 from weft.search.cost_model import build_cost_model
 from weft.search.discretize import by_perturbation, candidates, most_probable_subnet
 from weft.search.front import Front, Scored
-from weft.search.gradient.loss import Layout, MixedLoss, MixedMetric, Probabilities
 from weft.search.gradient.methods import (
     PICKS,
     GradientMethod,
@@ -53,6 +53,8 @@ from weft.trainer.config import Execution, RunConfig, TrainConfig, consistencies
 from weft.utils.files import write_json
 
 log = logging.getLogger("weft.search")
+Layout = tuple[tuple[str, int], ...]
+"""Choices in the order of the vector of probabilities, with the number of their options."""
 LARGE = 200_000_000
 """Parameters of a supernet that is not tried out before it trains."""
 
@@ -317,3 +319,56 @@ def _check(settings: GradientSearchConfig, method: GradientMethod | SampledMetho
         raise SearchError(f"'{method.name}' learns no mixture to pick from: leave pick out")
     if pick == "perturbation" and settings.targets:
         raise SearchError("pick 'perturbation' ignores what a subnet costs: use 'likeliest' with targets")
+
+
+# The loss and the metrics of a mixed supernet, whose outputs are followed by the probabilities of all choices.
+
+
+def outputs_of(seen: tuple[Tensor, ...]) -> Any:
+    """The outputs of the network itself."""
+    return seen[0] if len(seen) == 2 else seen[:-1]
+
+
+def mixture_of(layout: Layout, vector: Tensor) -> Mixture:
+    """The mixture of a vector of probabilities."""
+    parts = torch.split(vector, [count for _, count in layout])
+    return Mixture.unchecked(None, {name: part for (name, _), part in zip(layout, parts, strict=True)})
+
+
+@dataclass(frozen=True)
+class MixedLoss:
+    """The user's loss plus a penalty for expected costs that are off their targets."""
+
+    loss: Loss
+    layout: Layout
+    targets: Sequence[Target] = ()
+    method: str = ""
+    """The method that makes the probabilities: part of the manifest, so that a run is not resumed with another."""
+
+    def __call__(self, seen: tuple[Tensor, ...], batch: Batch) -> Tensor:
+        loss = self.loss(outputs_of(seen), batch)
+        if self.targets and seen[-1].requires_grad:  # only steps that train the architecture
+            mixture = mixture_of(self.layout, seen[-1])
+            for target in self.targets:
+                loss = loss + target.penalty(mixture).to(loss.dtype)
+        return loss
+
+
+@dataclass(frozen=True)
+class MixedMetric:
+    """A metric of the network's outputs."""
+
+    metric: Metric
+
+    def __call__(self, seen: tuple[Tensor, ...], batch: Batch) -> tuple[Tensor, float]:
+        return self.metric(outputs_of(seen), batch)
+
+
+@dataclass(frozen=True)
+class Probabilities:
+    """The probabilities of a step, for the log."""
+
+    size: int
+
+    def __call__(self, seen: tuple[Tensor, ...], batch: Batch) -> tuple[Tensor, float]:
+        return seen[-1].detach(), 1.0
