@@ -74,7 +74,7 @@ PIECES = st.sampled_from([1, 7, 16, 1 << 20])
 """How many entries of a weight are taken at once."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(sorted(FORMS)),
     st.integers(1, 4),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import islice, product
@@ -60,14 +60,6 @@ class _Part:
     def cost_at(self, values: Values) -> float:
         """NaN for a combination that was not measured, since no subnet has it."""
         return self.costs.get(_key(values, self.names), math.nan)
-
-    def recorder(self, calls: list[_Call]) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        """A hook that notes each call of the module."""
-
-        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls.append((self, args, kwargs))
-
-        return record
 
 
 _Call = tuple[_Part, tuple[Any, ...], dict[str, Any]]
@@ -204,7 +196,12 @@ class Measurement:
         name = block.pick(subnet)
         if name is not None:
             layer, module = self.chain.layers[name], self.chain.module(name)
-            hooks = [part.module.register_forward_pre_hook(part.recorder(calls), with_kwargs=True) for part in parts]
+            hooks = [
+                part.module.register_forward_pre_hook(
+                    lambda _, args, kwargs, part=part: calls.append((part, args, kwargs)), with_kwargs=True
+                )
+                for part in parts
+            ]
             try:
                 out = module(*activations, **extra_inputs(layer, self.batch, subnet))
             except SpaceError as problem:

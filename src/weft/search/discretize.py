@@ -58,7 +58,7 @@ class _SubnetScorer:
         self.options = {name: choice_options(self.space, name) for name in self.rules.choices}
         self.names = list(self.options)
         self.size = math.prod(len(options) for options in self.options.values())
-        self.losses = [self._loss(name, _probabilities(mixture, name)) for name in self.names]
+        self.losses = [self._loss(name, mixture[name].detach().double().cpu().numpy()) for name in self.names]
         required, self._has_all_constraints = constraint_tables(self.rules)
         self.losses += required
         for target in self.targets:
@@ -212,11 +212,6 @@ def _point(steps: Sequence[tuple[str, Ints, Ints]], end: int) -> dict[str, int]:
     for name, before, option in reversed(steps):
         point[name], end = int(option[end]), int(before[end])
     return point
-
-
-def _probabilities(mixture: Mixture, name: str) -> Array:
-    found: Array = mixture[name].detach().double().cpu().numpy()
-    return found
 
 
 def _sum(tables: Sequence[Table], points: Points) -> Array:

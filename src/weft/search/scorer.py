@@ -137,11 +137,6 @@ def describe_choice(chain: Chain, layer: Layer, subnet: Subnet) -> str | None:
     return " ".join(texts) or None
 
 
-def known_metrics(trained: TrainedRun) -> tuple[str, ...]:
-    """The names that objectives and constraints may use."""
-    return ("loss", *trained.step.metrics, *CHEAP, *MEASURED)
-
-
 def context(trained: TrainedRun, **options: Any) -> dict[str, Any]:
     """All that scores depend on except the subnet, for the cache."""
     loss = trained.step.loss
