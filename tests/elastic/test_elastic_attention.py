@@ -18,7 +18,6 @@ from elastic_law import (
     randomise,
     refusing_values,
     saved,
-    weighted_subnets,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -162,13 +161,8 @@ def test_a_transposed_grid_keeps_its_layout_in_the_plain_form() -> None:
         assert torch.equal(plain.weight, whole.reshape(subnet["width"], -1).t())
 
     def literal(x: Tensor, mixture: Mixture) -> Tensor:
-        out = torch.zeros(2, TOKENS, 18)
-        for prob, subnet in weighted_subnets(space, mixture):
-            cut = torch.zeros(6, 3, 3, 2)
-            cut[: subnet["width"], :, : subnet["heads"]] = 1.0
-            weight, bias = grid.weight * cut.view_as(grid.weight), grid.bias * cut[0].flatten()
-            out = out + prob * F.linear(x, weight.t(), bias)
-        return out
+        parts = expected(grid, space, mixture)
+        return F.linear(x, parts["weight"].t(), parts["bias"])
 
     agrees_with_the_definition(grid, noise(2, TOKENS, 6), space, literal)
 

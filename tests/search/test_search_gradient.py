@@ -30,22 +30,16 @@ RELAXED = [name for name in GRADIENT_METHODS if isinstance(make_gradient_method(
 SAMPLED = [name for name in GRADIENT_METHODS if name not in RELAXED]
 
 
-def images(channels: int, size: int, rows: int = 8) -> Data:
+def images(channels: int, size: int) -> Data:
     rng = torch.Generator().manual_seed(0)
-    parts = [
-        Tensors(image=torch.randn(rows, channels, size, size, generator=rng), label=torch.arange(rows) % 10)
-        for _ in range(2)
-    ]
-    return Data("images", *parts)
+    part = Tensors(image=torch.randn(8, channels, size, size, generator=rng), label=torch.arange(8))
+    return Data("images", part, part)
 
 
-def tokens(rows: int = 8) -> Data:
-    rng = torch.Generator().manual_seed(0)
-    parts = []
-    for _ in range(2):
-        row = torch.randint(0, 128, (rows, 9), generator=rng)
-        parts.append(Tensors(tokens=row[:, :-1].clone(), targets=row[:, 1:].clone()))
-    return Data("tokens", *parts)
+def tokens() -> Data:
+    row = torch.randint(0, 128, (8, 9), generator=torch.Generator().manual_seed(0))
+    part = Tensors(tokens=row[:, :-1].clone(), targets=row[:, 1:].clone())
+    return Data("tokens", part, part)
 
 
 SPACES: dict[str, tuple[Callable[[], Chain], Callable[[], Data]]] = {
