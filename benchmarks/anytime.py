@@ -34,7 +34,7 @@ from weft.search import Objective, parse_constraints, run_search
 from weft.search.cost_model import build_cost_model
 from weft.search.discretize import most_probable_subnet
 from weft.search.gradient import make_gradient_method
-from weft.search.gradient.loss import MixedLoss
+from weft.search.gradient.api import MixedLoss
 from weft.search.gradient.methods import GDAS
 from weft.search.targets import Target
 from weft.space import Subnet

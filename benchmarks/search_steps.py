@@ -31,7 +31,7 @@ from weft.engine.optimizer import Optimizer
 from weft.engine.reference import SequentialReference
 from weft.engine.rng import deterministic
 from weft.engine.train_step import TrainStep
-from weft.search.gradient.loss import MixedLoss
+from weft.search.gradient.api import MixedLoss
 from weft.search.gradient.methods import Darts
 from weft.space import make_stream
 from weft.supernet import Chain, Shared, extract, initialise

@@ -23,7 +23,7 @@ from weft.search.cost import parameters
 from weft.search.gradient import GradientSearchResult
 from weft.search.gradient.methods import GDAS
 from weft.utils.imports import import_object
-from weft.zoo.catalog import catalogue, summary
+from weft.zoo import catalogue, summary
 
 SAMPLED = ("spos", "fairnas", "sandwich")
 

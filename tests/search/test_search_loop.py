@@ -34,6 +34,10 @@ def score(subnet: Subnet) -> dict[str, float]:
     return {"good": math.sqrt(sum(level * (i + 1) for i, level in enumerate(levels))) / 3, "cost": float(sum(levels))}
 
 
+def cost(subnet: Subnet) -> dict[str, float]:
+    return {"cost": score(subnet)["cost"]}
+
+
 class Counted:
     """Scores, remembers whom, and may break off after some."""
 
@@ -53,23 +57,23 @@ def same(a: SearchResult, b: SearchResult) -> bool:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_budget_counts_distinct_subnets(name: str) -> None:
+def test_the_budget_counts_distinct_subnets_and_a_larger_one_extends_a_smaller(name: str) -> None:
     counted = Counted()
     result = run_search(make_space(), counted, name, GOALS, budget=70, seed=0)
     assert len(counted.seen) == len(set(counted.seen)) == len(result.scored) == result.evaluations == 70
     assert [one.subnet for one in result.scored] == counted.seen
     assert (result.cache_hits, result.skipped) == (0, 0)
-    assert same(result, run_search(make_space(), score, name, GOALS, budget=70, seed=0))
-    assert not same(result, run_search(make_space(), score, name, GOALS, budget=70, seed=1))
+    smaller = run_search(make_space(), score, name, GOALS, budget=45, seed=0)
+    assert result.scored[:45] == smaller.scored
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize(("stop", "rule"), [(0, ()), (1, ()), (32, ()), (50, ()), (17, "cost<=4")])
+@pytest.mark.parametrize(("stop", "rule"), [(0, ()), (32, ()), (50, ()), (17, "cost<=4")])
 def test_a_search_that_was_killed_continues_as_if_it_never_stopped(
     name: str, stop: int, rule: str, tmp_path: Path
 ) -> None:
     def search(counted: Counted, cache: Cache | None = None) -> SearchResult:
-        cheap = (lambda subnet: {"cost": score(subnet)["cost"]}) if rule else None
+        cheap = cost if rule else None
         return run_search(make_space(), counted, name, GOALS, rule, budget=60, seed=7, cache=cache, cheap=cheap)
 
     first, second, undisturbed = Counted(stop=stop), Counted(), search(Counted())
@@ -117,13 +121,6 @@ def test_scores_outlive_a_process_that_dies_without_a_word(tmp_path: Path) -> No
     assert same(resumed, search(None))
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_larger_budget_extends_a_smaller_one(name: str) -> None:
-    small = run_search(make_space(), score, name, GOALS, budget=45, seed=3)
-    large = run_search(make_space(), score, name, GOALS, budget=80, seed=3)
-    assert large.scored[:45] == small.scored
-
-
 def test_scores_of_another_context_are_not_used(tmp_path: Path) -> None:
     space = make_space()
     for context in ("weights 1", {"weights": "2", "data": "test"}):
@@ -158,7 +155,7 @@ def test_a_file_of_scores_tells_values_and_costs_once_they_are_known(tmp_path: P
     assert ["values" in line for line in lines()] == [False] * 5 + [True] * 5
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(cut=st.integers(0, 400))
 def test_a_cache_cut_anywhere_keeps_its_whole_lines_and_can_be_written_on(
     cut: int, tmp_path_factory: pytest.TempPathFactory
@@ -190,19 +187,16 @@ def test_damage_in_the_middle_of_a_cache_is_named_by_its_line(tmp_path: Path) ->
         Cache(path)
 
 
-def test_a_cache_is_plain_json_lines_and_the_newest_line_counts(tmp_path: Path) -> None:
-    subnet = next(iter(make_space().enumerate()))
+def test_the_newest_line_of_a_cache_counts_and_numbers_that_json_lacks_come_back(tmp_path: Path) -> None:
+    subnet = make_space().first()
     cache = Cache(tmp_path / "deep" / "scores", "c")
-    assert len(cache) == 0
-    assert cache.get(subnet) is None
-    cache.put(subnet, {"good": 1})
-    cache.put(subnet, {"good": math.nan})
-    lines = [json.loads(line) for line in cache.path.read_text().splitlines()]
-    assert [line["scores"] for line in lines] == [{"good": 1.0}, {"good": "nan"}]
-    assert {(line["subnet"], line["context"]) for line in lines} == {(subnet.id, cache.context)}
-    read = Cache(cache.path, "c")
-    found = read.get(subnet)
-    assert len(read) == 1
+    for value in (1.0, math.nan):
+        cache.put(subnet, {"good": value})
+    assert [json.loads(line)["scores"] for line in cache.path.read_text().splitlines()] == [
+        {"good": 1},
+        {"good": "nan"},
+    ]
+    found = Cache(cache.path, "c").get(subnet)
     assert found is not None
     assert math.isnan(found["good"])
 
@@ -210,9 +204,7 @@ def test_a_cache_is_plain_json_lines_and_the_newest_line_counts(tmp_path: Path) 
 @pytest.mark.parametrize("name", METHODS)
 def test_infeasible_subnets_by_a_cheap_metric_are_never_scored(name: str) -> None:
     counted = Counted("good")
-    result = run_search(
-        make_space(), counted, name, GOALS, "cost<=3", budget=40, seed=0, cheap=lambda s: {"cost": score(s)["cost"]}
-    )
+    result = run_search(make_space(), counted, name, GOALS, "cost<=3", budget=40, seed=0, cheap=cost)
     assert all(score(subnet)["cost"] <= 3 for subnet in counted.seen)
     assert len(result.scored) == len(counted.seen) == 40
     assert result.skipped > 0
@@ -222,9 +214,7 @@ def test_infeasible_subnets_by_a_cheap_metric_are_never_scored(name: str) -> Non
 @pytest.mark.parametrize("name", METHODS)
 def test_the_feasible_part_of_a_small_space_is_found_whole(name: str) -> None:
     space = make_space(blocks=4)
-    result = run_search(
-        space, score, name, GOALS, "cost<=1", budget=40, seed=0, cheap=lambda s: {"cost": score(s)["cost"]}
-    )
+    result = run_search(space, score, name, GOALS, "cost<=1", budget=40, seed=0, cheap=cost)
     assert {one.subnet for one in result.scored} == {s for s in space.enumerate() if score(s)["cost"] <= 1}
     assert (result.evaluations, result.skipped) == (5, 81 - 5)
 
@@ -232,7 +222,7 @@ def test_the_feasible_part_of_a_small_space_is_found_whole(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_bound_that_no_subnet_meets_is_answered_with_the_range_seen(name: str) -> None:
     with pytest.raises(SearchError, match=r"none of \d+ subnets drawn has cost < -1; cost was 0 to 6"):
-        run_search(make_space(3), score, name, GOALS, "cost<-1", budget=9, cheap=lambda s: {"cost": score(s)["cost"]})
+        run_search(make_space(3), score, name, GOALS, "cost<-1", budget=9, cheap=cost)
 
 
 def test_the_draws_without_anything_to_score_are_limited() -> None:

@@ -81,7 +81,7 @@ def test_a_method_finds_more_than_random_with_every_seed(name: str, goals: tuple
             ceiling = member.scores["cost"]
         return area
 
-    seeds = range(4)
+    seeds = range(3)
     assert min(volume(name, s) for s in seeds) > max(volume("random", s) for s in seeds)
 
 

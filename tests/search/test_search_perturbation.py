@@ -14,11 +14,9 @@ import weft
 from weft.data import Data, Tensors
 from weft.elastic import Mixture
 from weft.errors import SearchError
-from weft.search.cost_model import build_cost_model
 from weft.search.discretize import _without, by_perturbation, most_probable_subnet
 from weft.search.gradient import search_gradient
 from weft.search.gradient.methods import Darts, default_pick, make_gradient_method
-from weft.search.targets import Penalty
 from weft.supernet import initialise
 from weft.trainer.api import TrainedRun
 from weft.trainer.config import Execution, TrainConfig, resolve
@@ -110,33 +108,22 @@ def test_sizes_are_the_likeliest(tmp_path: Path) -> None:
     assert by_perturbation(found.trained, found.mixture) == found.subnet
 
 
-def test_a_penalty_counts_against_an_option_that_costs() -> None:
-    digits, chain = weft.data.digits(), initialise(blocks, 0).eval()
-    expected = build_cost_model(chain, digits.train.take([0]), "parameters")
-    mixture = Mixture.uniform(chain.space)
-    trained = as_trained(chain, digits, steps=100, batch_size=32)
-    cheap = by_perturbation(trained, mixture, penalties=[Penalty(expected, 1e3)])
-    assert set(cheap.values.values()) == {"skip"}
-
-
-def test_the_default_of_darts_is_the_same_on_two_stages_and_after_a_resume(tmp_path: Path) -> None:
+def test_the_pick_of_a_search_is_that_of_its_mixture_and_can_be_another_after_a_resume(tmp_path: Path) -> None:
     def run(**more: Any) -> Any:
-        given = {"steps": 4, "batch_size": 32, "microbatches": 2, "folder": tmp_path, "method": "darts", **more}
+        given = {"steps": 4, "batch_size": 32, "folder": tmp_path, "method": "darts", "run": "one", **more}
         return search_gradient(blocks, weft.data.digits(), **given)
 
-    one, two = run(run="one"), run(stages=2)
-    assert (one.subnet, one.pick) == (two.subnet, "perturbation")
+    one = run()
+    assert (one.pick, one.subnet) == ("perturbation", by_perturbation(one.trained, one.mixture))
     assert default_pick(make_gradient_method("drnas")) == "perturbation"
     assert default_pick(make_gradient_method("gdas")) == "likeliest"
-    assert one.subnet == by_perturbation(one.trained, one.mixture)
-    other = run(run="one", resume=True, pick="likeliest")
+    other = run(resume=True, pick="likeliest")
     assert (other.pick, other.subnet) == ("likeliest", most_probable_subnet(one.mixture))
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"pick": "missed"}, "pick 'missed' is called 'perturbation' now"),
         ({"pick": "best"}, "pick is 'likeliest' or 'perturbation', not 'best'"),
         ({"pick": "perturbation", "method": "spos"}, "'spos' learns no mixture to pick from"),
         ({"pick": "perturbation", "targets": "parameters=650"}, "ignores what a subnet costs"),

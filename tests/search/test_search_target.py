@@ -16,7 +16,7 @@ from weft.search import discretize
 from weft.search.cost_model import CostModel, build_cost_model
 from weft.search.cost_table import Table, make_table
 from weft.search.discretize import most_probable_subnet
-from weft.search.targets import Penalty, Target, parse_targets
+from weft.search.targets import Target, parse_targets
 from weft.space import Space, Subnet
 from weft.supernet import Chain, Elastic
 from weft.utils.rng import generator
@@ -84,11 +84,11 @@ def best_by_hand(mixture: Mixture, targets: list[Target], tolerance: float = 0.0
     return max(fitting, default=None)
 
 
-def widths(count: int = 2) -> tuple[Space, Chain, dict[str, torch.Tensor]]:
+def widths() -> tuple[Space, Chain, dict[str, torch.Tensor]]:
     space = Space()
-    sizes = [space.integer(f"width{i}", [2, 4, 8, 16]) for i in range(count)]
+    sizes = [space.integer(f"width{i}", [2, 4, 8, 16]) for i in range(2)]
     dims = [3, *sizes, 2]
-    blocks = [Elastic(space, f"block{i}", Linear(space, dims[i], dims[i + 1])) for i in range(count + 1)]
+    blocks = [Elastic(space, f"block{i}", Linear(space, dims[i], dims[i + 1])) for i in range(3)]
     return space, Chain(*blocks), {"x": torch.ones(1, 3)}
 
 
@@ -109,40 +109,30 @@ def test_the_penalty_grows_with_the_distance_and_vanishes_at_the_target() -> Non
     assert at(0.2) == pytest.approx(at(0.8))
     values = [at(share) for share in (0.5, 0.51, 0.6, 0.8, 1.0)]
     assert values == sorted(values)
-    mixture = Mixture(space, {"size": torch.tensor([0.5, 0.5])})
-    assert Penalty(expected, 2.0).penalty(mixture).item() == pytest.approx(2 * 150 / 200)
 
 
-@pytest.mark.parametrize("share", [0.05, 0.4, 0.95])
-def test_descending_the_penalty_brings_the_expected_cost_to_the_target(share: float) -> None:
+@pytest.mark.parametrize(
+    ("share", "weight", "slope"),
+    [(0.05, 1.0, 0.0), (0.95, 1.0, 0.0), (0.4, 4.0, 1.0)],  # the last: a loss that wants the largest gives way
+)
+def test_descending_the_penalty_brings_the_expected_cost_to_the_target(
+    share: float, weight: float, slope: float
+) -> None:
+    """Pulled by a square, a loss of fixed slope would end well above the target."""
     space, chain, batch = widths()
     expected = build_cost_model(chain, batch, "parameters")
-    target = Target(expected, expected.low + share * (expected.high - expected.low))
+    target = Target(expected, expected.low + share * (expected.high - expected.low), weight)
     logits = {name: torch.zeros(4, requires_grad=True) for name in space.choices}
-    adam = torch.optim.Adam(logits.values(), lr=0.1)
-    for _ in range(150):
-        mixture = Mixture.unchecked(space, {name: row.softmax(0) for name, row in logits.items()})
-        adam.zero_grad()
-        target.penalty(mixture).backward()
-        adam.step()
-    mixture = Mixture.unchecked(space, {name: row.detach().softmax(0) for name, row in logits.items()})
-    assert expected.expect(mixture).item() == pytest.approx(target.value, rel=0.02)
+    adam = torch.optim.Adam(logits.values(), lr=0.05 if slope else 0.1)
 
+    def mixture() -> Mixture:
+        return Mixture.unchecked(space, {name: row.softmax(0) for name, row in logits.items()})
 
-def test_a_loss_of_fixed_slope_gives_way_to_the_target() -> None:
-    """The loss wants the largest; pulled by a square it would end well above the target."""
-    space, chain, batch = widths()
-    expected = build_cost_model(chain, batch, "parameters")
-    target = Target(expected, 0.4 * expected.high, weight=4.0)
-    logits = {name: torch.zeros(4, requires_grad=True) for name in space.choices}
-    adam = torch.optim.Adam(logits.values(), lr=0.05)
-    for _ in range(300):
-        mixture = Mixture.unchecked(space, {name: row.softmax(0) for name, row in logits.items()})
+    for _ in range(250 if slope else 150):
         adam.zero_grad()
-        (target.penalty(mixture) - expected.expect(mixture) / expected.high).backward()
+        (target.penalty(mixture()) - slope * expected.expect(mixture()) / expected.high).backward()
         adam.step()
-    mixture = Mixture.unchecked(space, {name: row.detach().softmax(0) for name, row in logits.items()})
-    assert expected.expect(mixture).item() == pytest.approx(target.value, rel=0.03)
+    assert expected.expect(mixture()).item() == pytest.approx(target.value, rel=0.03 if slope else 0.02)
 
 
 # -- their text
@@ -161,9 +151,8 @@ def test_a_loss_of_fixed_slope_gives_way_to_the_target() -> None:
     ],
 )
 def test_targets_are_read_from_text(text: str | list[str], wanted: list[tuple[str, float]]) -> None:
-    targets = parse_targets(text, lambda name: CostModel(name, "space", {}, [], [], 0.0, 1e12), weight=2.0)
+    targets = parse_targets(text, lambda name: CostModel(name, "space", {}, [], [], 0.0, 1e12))
     assert [(target.expected.metric, target.value) for target in targets] == wanted
-    assert all(target.weight == 2.0 for target in targets)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +198,7 @@ def test_a_deeper_subnet_is_not_less_likely_for_the_choices_that_it_has_more() -
     assert most_probable_subnet(mixture) == space.subnet(depth=2, x0=0, x1=0, x2=0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10_000), st.floats(0, 1), st.sampled_from([0.02, 0.1]), st.booleans())
 def test_the_pick_is_the_best_of_all(seed: int, share: float, tolerance: float, two: bool) -> None:
     space, costs = product_space(4, seed % 20)
@@ -226,7 +215,7 @@ def test_the_pick_is_the_best_of_all(seed: int, share: float, tolerance: float, 
 @pytest.mark.parametrize("goals", [0, 1, 2])
 def test_the_search_of_large_spaces_finds_the_best_of_small_ones(goals: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discretize, "EXACT", 0)
-    for seed in range(12):
+    for seed in range(6):
         space, costs = product_space(5, seed)
         mixture = random_mixture(space, seed)
         wanted = space.sample(generator(seed, "wanted"))
@@ -237,15 +226,15 @@ def test_the_search_of_large_spaces_finds_the_best_of_small_ones(goals: int, mon
 
 
 def test_a_space_with_more_subnets_than_can_be_counted_is_searched() -> None:
-    space, costs = product_space(80, 1)
+    space, costs = product_space(40, 1)
     mixture = random_mixture(space, 1)
-    drawn = [space.sample(generator(index, "drawn")) for index in range(3)]
+    drawn = [space.sample(generator(index, "drawn")) for index in range(2)]
     free = log_probability(mixture, most_probable_subnet(mixture))
     for wanted in drawn:
         targets = [Target(cost, cost.of(wanted)) for cost in costs]
         picked = most_probable_subnet(mixture, targets)
         assert all(abs(t.expected.of(picked) / t.value - 1) <= 0.02 for t in targets)
-        assert free >= log_probability(mixture, picked) > log_probability(mixture, wanted) + 30
+        assert free >= log_probability(mixture, picked) > log_probability(mixture, wanted) + 10
         assert most_probable_subnet(mixture, targets) == picked
 
 
@@ -304,8 +293,3 @@ def test_targets_of_another_space_are_refused() -> None:
 def test_a_target_just_outside_of_the_range_is_met_within_the_tolerance() -> None:
     expected = CostModel("flops", "space", {}, [], [], 100.0, 1000.0)
     assert [Target(expected, value).value for value in (98.5, 1015.0)] == [98.5, 1015.0]
-    for weight in (-1.0, math.nan):
-        with pytest.raises(SearchError, match="weight"):
-            Target(expected, 500.0, weight)
-    with pytest.raises(SearchError, match="nothing to put a price on"):
-        Penalty(CostModel("flops", "space", {}, [], [], 0.0, 0.0))

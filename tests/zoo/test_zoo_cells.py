@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import json
 import math
 import os
 from collections.abc import Callable
@@ -17,13 +18,18 @@ from torch import nn
 
 from weft.elastic import Condition, Mixture
 from weft.errors import SpaceError, SupernetError
+from weft.search.cost import flops, parameters
 from weft.space import Space, Subnet
 from weft.supernet import Chain, extract, initialise
 from weft.utils.rng import generator
 from weft.zoo import (
+    SUPERNETS,
     conv_macro,
     darts,
+    digits_conv,
+    digits_mlp,
     find,
+    macro_key,
     macro_subnet,
     nas_bench_201,
     nas_bench_macro,
@@ -34,8 +40,8 @@ from weft.zoo import (
     toy_cell,
 )
 from weft.zoo.cells import NODES, Edge, Edges
-from weft.zoo.layers import Residual
-from weft.zoo.nas_bench_201 import NB201_OPERATIONS, ReductionCell
+from weft.zoo.convolutions import Residual
+from weft.zoo.nas_bench import NB201_OPERATIONS, ReductionCell
 
 SMALL: dict[str, tuple[Callable[[], Chain], tuple[int, ...]]] = {
     "toy cell": (partial(toy_cell, 4, size=8, dropout=0.0), (3, 1, 8, 8)),
@@ -44,10 +50,10 @@ SMALL: dict[str, tuple[Callable[[], Chain], tuple[int, ...]]] = {
     "conv macro, normed": (partial(conv_macro, size=12, dropout=0.0, norm=True), (2, 3, 12, 12)),
     "201": (partial(nas_bench_201, 1, 4), (3, 3, 8, 8)),
     "201, entangled": (partial(nas_bench_201, 1, 4, entangled=True), (3, 3, 8, 8)),
-    "darts": (partial(darts, 4, 4), (3, 3, 8, 8)),
-    "darts, entangled": (partial(darts, 3, 4, entangled=True, affine=True), (3, 3, 8, 8)),
-    "darts, partial": (partial(darts, 3, 8, partial=4), (3, 3, 8, 8)),
-    "darts, all edges": (partial(darts, 3, 4, all_edges=True), (3, 3, 8, 8)),
+    "darts": (partial(darts, 4, 4), (2, 3, 8, 8)),
+    "darts, entangled": (partial(darts, 2, 4, entangled=True, affine=True), (2, 3, 8, 8)),
+    "darts, partial": (partial(darts, 2, 8, partial=4), (2, 3, 8, 8)),
+    "darts, all edges": (partial(darts, 2, 4, all_edges=True), (2, 3, 8, 8)),
     "ofa": (partial(ofa_mobilenet_v3, 10, 0.25, dropout=0.0), (4, 3, 32, 32)),
     "macro, entangled": (nas_bench_macro_entangled, (2, 3, 8, 8)),
 }
@@ -56,6 +62,8 @@ SMALL: dict[str, tuple[Callable[[], Chain], tuple[int, ...]]] = {
 @pytest.mark.parametrize(
     ("name", "size"),
     [
+        ("digits-conv", 4**6),
+        ("digits-mlp", 4**4),
         ("toy-cell", 4**6),
         ("conv-macro", 3**8),
         ("nas-bench-201", 5**6),
@@ -72,16 +80,34 @@ def test_a_space_has_the_published_number_of_networks(name: str, size: int) -> N
 def test_random_subnets_keep_the_law(kind: str) -> None:
     make, shape = SMALL[kind]
     chain = initialise(make(), 1)
-    rng = generator("law", kind)
-    for _ in range(1 if "," in kind else 2):  # of variants one will do
-        check_law(chain, chain.space.sample(rng), draw(*shape), own_classes=(ReductionCell, Residual))
+    check_law(chain, chain.space.sample(generator("law", kind)), draw(*shape), own_classes=(ReductionCell, Residual))
+
+
+@pytest.mark.parametrize("make", [digits_conv, digits_mlp])
+def test_every_candidate_for_the_digits_gets_gradients_and_comes_out_with_the_same_bits(
+    make: Callable[[], Chain],
+) -> None:
+    chain, x, used = initialise(make), draw(4, 1, 8, 8, dtype=torch.float32), set()
+    for place in range(4):
+        subnet = chain.space.subnet({name: (c.options or ())[place] for name, c in chain.space.choices.items()})
+        chain.train().zero_grad()
+        chain(x, subnet).square().sum().backward()
+        route = {layer.name for layer in chain.route(subnet)}
+        used |= route
+        for name in chain.layers:
+            for parameter in chain.module(name).parameters():
+                assert (parameter.grad is not None) == (name in route)
+                assert parameter.grad is None or parameter.grad.isfinite().all()
+        assert torch.equal(extract(chain.eval(), subnet)(x), chain(x, subnet))
+    assert used == set(chain.layers)
 
 
 @pytest.mark.parametrize("kind", SMALL)
 def test_every_weight_has_a_part_in_some_mixture(kind: str) -> None:
     make, shape = SMALL[kind]
     chain = initialise(make(), 1).eval()
-    rows = {name: row.requires_grad_() for name, row in _rows(Mixture.uniform(chain.space)).items()}
+    uniform = Mixture.uniform(chain.space)
+    rows = {name: uniform[name].requires_grad_() for name in uniform.names}
     chain(draw(*shape, dtype=torch.float32), Mixture(chain.space, rows)).square().sum().backward()
     for name, weight in chain.named_parameters():
         assert weight.grad is not None, name
@@ -90,10 +116,6 @@ def test_every_weight_has_a_part_in_some_mixture(kind: str) -> None:
     for name, row in rows.items():
         assert row.grad is not None, name
         assert row.grad.isfinite().all(), name
-
-
-def _rows(mixture: Mixture) -> dict[str, torch.Tensor]:
-    return {name: mixture[name] for name in mixture.names}
 
 
 def test_a_cell_of_linear_operations_gives_the_expectation_over_all_its_subnets() -> None:
@@ -149,18 +171,21 @@ def test_the_cells_of_darts_are_extracted_with_an_example_only() -> None:
 
 
 @pytest.fixture(scope="module")
-def table(require: Callable[[str, bool, str], None]) -> list[dict[str, str]]:
-    folder = os.environ.get("WEFT_DATA", "")
-    file = Path(folder) / "nas-bench-201" / "nasbench201.csv.gz"
-    require("data", bool(folder) and file.is_file(), "set WEFT_DATA to the folder with nas-bench-201/")
-    with gzip.open(file, "rt", newline="") as lines:
-        return list(csv.DictReader(lines))
+def published(require: Callable[[str, bool, str], None]) -> Callable[[str], Path]:
+    def file(name: str) -> Path:
+        folder = os.environ.get("WEFT_DATA", "")
+        require("data", bool(folder) and Path(folder, name).is_file(), f"set WEFT_DATA to the folder with {name}")
+        return Path(folder, name)
+
+    return file
 
 
 @pytest.mark.parametrize("entangled", [False, True])
 def test_the_networks_of_201_have_the_published_numbers_of_parameters(
-    table: list[dict[str, str]], entangled: bool
+    published: Callable[[str], Path], entangled: bool
 ) -> None:
+    with gzip.open(published("nas-bench-201/nasbench201.csv.gz"), "rt", newline="") as lines:
+        table = list(csv.DictReader(lines))
     chain = initialise(nas_bench_201(entangled=entangled), 0)
     shared = sum(p.numel() for b in chain.blocks if not b.elastic for p in chain.module(b.name).parameters())
     counts = dict.fromkeys(range(5), 0)
@@ -180,30 +205,59 @@ def test_the_networks_of_201_have_the_published_numbers_of_parameters(
     for key in ("000000", "333132", "234014", "444444"):
         plain = extract(chain, nb201_subnet(chain.space, key))
         assert sum(p.numel() for p in plain.parameters()) == shared + sum(counts[int(digit)] for digit in key)
-        used = {int(digit) for digit in key}
-        assert isinstance(plain, nn.Sequential)
-        kernels = {
-            m.kernel_size[0]
-            for n, p in plain.named_children()
-            if "cell" in n
-            for m in p.modules()
-            if isinstance(m, nn.Conv2d)
-        }
-        assert kernels == {1 for d in used if d == 2} | {3 for d in used if d == 3}
 
 
-def test_a_key_of_201_and_its_subnet_name_each_other() -> None:
-    space = nas_bench_201(1, 4).space
-    keys = {nb201_key(subnet) for subnet in space.enumerate()}
-    assert len(keys) == 15625
-    for key in ("000000", "333132", "012343"):
-        assert nb201_key(nb201_subnet(space, key)) == key
-    best = nb201_subnet(space, "333132")
+@pytest.mark.parametrize(
+    ("make", "key_of", "subnet_of", "keys", "wrong"),
+    [
+        (partial(nas_bench_201, 1, 4), nb201_key, nb201_subnet, ("000000", "333132", "012343"), "0-4"),
+        (nas_bench_macro, macro_key, macro_subnet, ("00000000", "12012012", "20000001"), "0-2"),
+    ],
+)
+def test_a_key_and_its_subnet_name_each_other(
+    make: Callable[[], Chain],
+    key_of: Callable[[Subnet], str],
+    subnet_of: Callable[[Space, str], Subnet],
+    keys: tuple[str, ...],
+    wrong: str,
+) -> None:
+    space = make().space
+    assert len({key_of(subnet) for subnet in space.enumerate()}) == space.size()
+    first = keys[0]
+    for key in keys:
+        assert key_of(subnet_of(space, key)) == key
+    for other in ("", first[1:], first + "0", first[1:] + str(int(wrong[-1]) + 1), first[1:] + "x"):
+        with pytest.raises(SpaceError, match="digits"):
+            subnet_of(space, other)
+
+
+def test_the_digits_of_201_are_those_of_the_published_edges() -> None:
+    best = nb201_subnet(nas_bench_201(1, 4).space, "333132")
     assert [best[f"edge{e}"] for e in ("03", "23")] == ["skip_connect", "nor_conv_1x1"]
     assert NB201_OPERATIONS[3] == best["edge01"] == "nor_conv_3x3"
-    for wrong in ("", "33313", "3331322", "333135", "33313x"):
-        with pytest.raises(SpaceError, match="six digits"):
-            nb201_subnet(space, wrong)
+
+
+def test_the_networks_of_macro_have_the_published_parameters_and_multiply_adds(
+    published: Callable[[str], Path],
+) -> None:
+    """Parameters include those of batch norms; multiply-adds are those of convolutions and the last linear layer."""
+    chain = initialise(nas_bench_macro)
+    table = json.loads(published("nas-bench-macro/nas-bench-macro_cifar10.json").read_text())
+    count = {name: sum(p.numel() for p in chain.module(name).parameters()) for name in chain.layers}
+    assert len(table) == 6561
+    for key, entry in table.items():
+        assert sum(count[layer.name] for layer in chain.route(macro_subnet(chain.space, key))) == entry["params"], key
+    for key in ("00000000", "11111111", "22222222", "01210210"):
+        model = extract(chain, macro_subnet(chain.space, key))
+        assert flops(model, torch.zeros(1, 3, 32, 32)) == 2 * table[key]["flops"]
+        assert parameters(model) == table[key]["params"]
+
+
+def test_the_zoo_finds_its_supernets_and_names_the_nearest() -> None:
+    for name, build in SUPERNETS.items():
+        assert find(name) is build
+    with pytest.raises(SupernetError, match="did you mean 'digits-conv'"):
+        find("digit-conv")
 
 
 def test_a_subnet_of_once_for_all_has_the_depth_and_the_sizes_that_it_says() -> None:
@@ -231,20 +285,10 @@ def test_both_forms_of_nas_bench_macro_have_one_space_and_networks_of_one_size()
 
 def test_the_gate_of_once_for_all_has_the_published_sizes() -> None:
     chain = initialise(ofa_mobilenet_v3(), 0)
-    sizes = {}
-    for expansion, name in ((3, "small"), (6, "large")):
-        subnet = _all(chain, {"expand": expansion})
+    first = chain.space.first()
+    for expansion, sizes in ((3, (72, 24)), (6, (144, 40))):
+        subnet = chain.space.subnet({**first.values, "expand2_0": expansion, "expand1_1": expansion})
         found = extract(chain, subnet).get_submodule("stage2_0.body.6.reduce")
         assert isinstance(found, nn.Conv2d)
-        sizes[name] = (found.in_channels, found.out_channels)
-    assert sizes == {"small": (72, 24), "large": (144, 40)}
+        assert (found.in_channels, found.out_channels) == sizes
     assert chain.module("stage5_0").body[6].expand.weight.shape[:2] == (672, 168)  # type: ignore[union-attr, index]
-
-
-def _all(chain: Chain, wanted: dict[str, int]) -> Subnet:
-    values = dict(chain.space.first().values)
-    for name in values:
-        for kind, value in wanted.items():
-            if name.startswith(kind):
-                values[name] = value
-    return chain.space.subnet(values)

@@ -69,7 +69,9 @@ def test_fresh_weights_are_gpt2s_and_depend_on_the_seed_and_the_layers_name_alon
 @pytest.mark.parametrize(
     ("positions", "train", "dropout"), [("learned", True, 0.2), ("rotary", True, 0.0), ("rotary", False, 0.2)]
 )
-def test_what_a_block_gives_is_contiguous_and_no_view(positions: str, train: bool, dropout: float) -> None:
+def test_what_a_block_gives_is_no_view_and_what_is_extracted_is_the_chain(
+    positions: str, train: bool, dropout: float
+) -> None:
     chain = made(positions=positions, dropout=dropout).train(train)
     x = rows(0)
     for name in chain.layers:
@@ -77,10 +79,13 @@ def test_what_a_block_gives_is_contiguous_and_no_view(positions: str, train: boo
         assert x.is_contiguous(), name
         assert not x._is_view(), name
     assert x.shape == (3, 12, 11)
+    plain = weft.extract(chain.eval(), chain.space.subnet(), {"tokens": rows(0)}).eval()
+    with torch.no_grad():
+        assert torch.equal(plain(rows(0)), scores(chain, rows(0)))
 
 
 @pytest.mark.parametrize("positions", KINDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6), at=st.integers(0, 11), by=st.integers(1, 10))
 def test_a_token_is_seen_by_itself_and_those_after_it_and_by_none_before(
     positions: str, seed: int, at: int, by: int
@@ -143,14 +148,6 @@ def test_rotary_scores_depend_on_the_distance_of_two_tokens_alone_and_learned_on
     assert not torch.allclose(scores(learned, tokens), before, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("positions", KINDS)
-def test_the_extracted_model_is_the_chain_to_the_last_bit(positions: str) -> None:
-    chain, tokens = made(positions=positions), rows(3)
-    plain = weft.extract(chain, chain.space.subnet(), {"tokens": tokens}).eval()
-    with torch.no_grad():
-        assert torch.equal(plain(tokens), scores(chain, tokens))
-
-
 def test_dropout_is_drawn_in_training_only_and_in_attention_too() -> None:
     attention = CausalAttention(16, 2, 0.5, False, None)
     x = torch.randn(2, 6, 16)
@@ -192,11 +189,9 @@ def test_a_model_learns_what_comes_next(tmp_path: Path, positions: str) -> None:
     weft.train(
         build,
         weft.Data("rounds", rounds),
-        steps=300,
+        steps=250,
         batch_size=16,
-        optimizer=weft.Optimizer(
-            "adamw", lr=1e-2, weight_decay=0.1, groups="matrices", schedule="cosine:0.1", warmup_steps=10
-        ),
+        optimizer=weft.Optimizer("adamw", lr=1e-2, schedule="cosine:0.1", warmup_steps=10),
         callbacks=[lambda event: losses.append(event["loss"]) if event["event"] == "step" else None],
         folder=tmp_path,
     )
@@ -215,11 +210,8 @@ def test_a_model_learns_what_comes_next(tmp_path: Path, positions: str) -> None:
         ({"dropout": 1.0}, "a dropout from 0 to below 1"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(sizes: dict[str, Any], words: str) -> None:
+def test_sizes_that_cannot_be_and_rows_that_are_too_long_are_refused(sizes: dict[str, Any], words: str) -> None:
     with pytest.raises(SupernetError, match=words.replace("?", r"\?")):
         language_model(**{**SMALL, **sizes})
-
-
-def test_a_row_longer_than_the_context_is_refused() -> None:
     with pytest.raises(SupernetError, match="a row of 13 tokens is longer than the model's context of 12"):
         scores(made(), rows(0, length=13))

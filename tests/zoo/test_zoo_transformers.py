@@ -7,14 +7,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from elastic_law import check_law
 from torch import Tensor
 from torch.nn import functional as F
 
 import weft
 from weft import zoo
 from weft.data.builtin import digits
-from weft.elastic import Mixture, Module
+from weft.elastic import Mixture
 from weft.errors import SupernetError
+from weft.supernet import build_on_meta
 from weft.utils.rng import generator
 
 SIZES = {
@@ -45,14 +47,6 @@ def test_a_space_has_as_many_subnets_as_its_formula_says(name: str) -> None:
         assert size == pytest.approx(PUBLISHED[name], rel=0.02)
 
 
-def on_meta(chain: weft.Chain) -> weft.Chain:
-    """The chain with its modules built, but without memory for their weights."""
-    with torch.device("meta"):
-        for name in chain.layers:
-            chain.add_module(name, chain.module(name).factory())
-    return chain
-
-
 def weights_of(subnet: weft.Subnet, rest: Callable[[int], int]) -> int:
     """The parameters of a subnet by hand; ``rest`` gives those of the ends for a width."""
     width = subnet["embed"]
@@ -64,16 +58,16 @@ def weights_of(subnet: weft.Subnet, rest: Callable[[int], int]) -> int:
     return count
 
 
-@pytest.mark.parametrize("name", [name for name in SIZES if not name.endswith("test")])
+@pytest.mark.parametrize("name", ["autoformer-tiny", "gpt-small", "gpt-shakespeare"])
 def test_a_subnet_has_the_weights_that_its_sizes_ask_for(name: str) -> None:
-    chain = on_meta(zoo.find(name)())
+    chain = build_on_meta(zoo.find(name))
     vision = name.startswith("autoformer")
-    words, places = (50304, {"gpt-small": 224, "gpt-default": 1024}.get(name)) if "shake" not in name else (65, 256)
+    words, places = (65, 256) if "shake" in name else (50304, 224)
 
     def ends(width: int) -> int:
         if vision:
             return 3 * 16 * 16 * width + width + (1 + 197) * width + 1000 * width + 1000
-        return (2 * words + (places or 0)) * width
+        return (2 * words + places) * width
 
     x = torch.empty(2, 3, 224, 224, device="meta") if vision else torch.empty(2, 9, dtype=torch.int64, device="meta")
     rng = generator(0, "zoo", name)
@@ -103,43 +97,14 @@ def small(name: str) -> tuple[weft.Chain, Tensor]:
     return chain.eval(), x
 
 
-def trained(run: Callable[[Tensor], Tensor], holder: torch.nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    holder.zero_grad()
-    out = run(x)
-    (out * torch.cos(torch.arange(out.numel(), dtype=out.dtype)).view_as(out)).sum().backward()
-    return out.detach(), {n: p.grad for n, p in holder.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize(
-    ("name", "subnets"), [("vit-test", 4), ("gpt-test", 4), ("autoformer-tiny", 1), ("gpt-shakespeare", 1)]
-)
-def test_a_random_subnet_and_its_plain_form_and_its_one_hot_mixture_are_one(name: str, subnets: int) -> None:
+@pytest.mark.parametrize("name", ["vit-test", "gpt-test", "autoformer-tiny", "gpt-shakespeare"])
+def test_random_subnets_keep_the_law(name: str) -> None:
     chain, x = small(name)
-    rng = generator(2, "zoo", name)
-    picks = [chain.space.first(), *(chain.space.sample(rng) for _ in range(subnets))] if subnets > 1 else []
-    for subnet in picks or [chain.space.sample(rng)]:
-        plain = weft.extract(chain, subnet)
-        assert not any(isinstance(part, Module) for part in plain.modules())
-        out, own = trained(lambda x, subnet=subnet: chain(x, subnet), chain, x)
-        own = {label: gradient.clone() for label, gradient in own.items()}
-        same, theirs = trained(plain, plain, x)
-        assert torch.equal(out, same)
-        assert own.keys() == theirs.keys()
-        for label, gradient in own.items():
-            corner = tuple(slice(size) for size in theirs[label].shape)
-            expected = torch.zeros_like(gradient)
-            expected[corner] = theirs[label]
-            assert torch.equal(gradient, expected), label
-        mixture = Mixture.one_hot(subnet, chain.space)
-        mixed, others = trained(lambda x, mixture=mixture: chain(x, mixture), chain, x)
-        assert (mixed - out).abs().max() <= 1e-5 * max(1.0, float(out.abs().max()))
-        largest = max(float(gradient.abs().max()) for gradient in own.values())
-        for label, gradient in others.items():
-            wanted = own.get(label, torch.zeros_like(gradient))
-            assert (gradient - wanted).abs().max() <= 2e-5 * largest, label
+    for number in range(2 if name.endswith("test") else 1):
+        check_law(chain, chain.space.sample(generator(number, "zoo", name)), x, modes=(False,))
 
 
-@pytest.mark.parametrize(("mixed", "steps"), [(False, 70), (True, 40)])
+@pytest.mark.parametrize(("mixed", "steps"), [(False, 50), (True, 40)])
 def test_digits_are_learnt_by_random_subnets_and_by_a_mixture(mixed: bool, steps: int) -> None:
     images, labels = digits().train.take(np.arange(32)).values()
     chain = weft.initialise(zoo.vit_test, seed=0)

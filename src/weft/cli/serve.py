@@ -18,8 +18,7 @@ from weft.errors import ConfigError, install_extra
 from weft.runs import list_runs
 from weft.serve.library import Library
 from weft.serve.report import write_report
-from weft.zoo import SUPERNETS
-from weft.zoo.catalog import catalogue
+from weft.zoo import SUPERNETS, catalogue
 
 SHORTEST = 8
 """The least characters of a token."""

@@ -3,14 +3,13 @@ mixture)."""
 
 from weft.elastic.attention import Attention, Rotary
 from weft.elastic.conv import Conv2d, Patches, SqueezeExcite
-from weft.elastic.embedding import Embedding
 from weft.elastic.linear import Grid, Linear
 from weft.elastic.mixture import Mixture, Pick
 from weft.elastic.module import Leaf, Module, call
 from weft.elastic.norm import BatchNorm2d, LayerNorm, RMSNorm
 from weft.elastic.sizes import Condition, Dim, Sizes
 from weft.elastic.switch import Sequential, Switch, Zero
-from weft.elastic.transformer import MLP, Head, PatchEmbedding, TokenEmbedding, TransformerBlock
+from weft.elastic.transformer import MLP, Embedding, Head, PatchEmbedding, TokenEmbedding, TransformerBlock
 
 __all__ = [
     "MLP",

@@ -141,23 +141,20 @@ def _check(space: Space, heads: Dim, groups: Dim, head_dim: Dim, rotary_dim: int
 
 
 class Rotary(Module):
-    """Turns the pairs of features (i, i + d/2) of heads of d features, as Llama does; ``base`` sets the angles.
+    """Turns the pairs of features (i, i + d/2) of heads of d features, as Llama does.
 
-    ``frequencies`` are the angles from one place to the next, d/2 of them, if not those of the base; ``gain`` is a
-    factor on the result, as some ways to stretch a context want it.
+    ``frequencies`` are the angles from one place to the next, d/2 of them, if not Llama's own; ``gain`` is a factor on
+    the result, as some ways to stretch a context want it.
     """
 
     frequencies: Tensor
 
-    def __init__(
-        self, dim: int, base: float = 10_000.0, frequencies: Sequence[float] | None = None, gain: float = 1.0
-    ) -> None:
+    def __init__(self, dim: int, frequencies: Sequence[float] | None = None, gain: float = 1.0) -> None:
         super().__init__()
         if dim < 2 or dim % 2 or (frequencies is not None and len(frequencies) != dim // 2):
             number = "" if frequencies is None else f" and {len(frequencies)} frequencies"
             raise SupernetError(f"rotary embedding turns pairs of features: an even number of them, not {dim}{number}")
-        self.dim = dim
-        self._base, self._gain = base, gain
+        self.dim, self._gain = dim, gain
         self._given = None if frequencies is None else tuple(frequencies)
         self.register_buffer("frequencies", torch.empty(dim // 2))
         self.reset_parameters()
@@ -167,7 +164,7 @@ class Rotary(Module):
         if self._given is not None:
             values = torch.tensor(self._given, device="cpu")
         else:
-            values = 1.0 / self._base ** (torch.arange(0, self.dim, 2, device="cpu").float() / self.dim)
+            values = 1.0 / 10_000.0 ** (torch.arange(0, self.dim, 2, device="cpu").float() / self.dim)
         if not self.frequencies.is_meta:
             self.frequencies.copy_(values)
 

@@ -3,15 +3,17 @@ kernels."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn import grad as gradients  # the public form of autograd's own
 
 from weft.elastic.mixture import Mixture, Pick
-from weft.elastic.module import Leaf, Module, cloned_prefix, contiguous_prefix, load, narrow_prefix, saved_as_view
-from weft.elastic.ops.conv import mixed_conv2d
+from weft.elastic.module import Leaf, Module, contiguous_prefix, load, narrow_prefix, saved_as_view
+from weft.elastic.ops.weight import expected
 from weft.elastic.sizes import Dim, Sizes
 from weft.errors import SupernetError
 from weft.space import Expr, Space, Subnet
@@ -22,7 +24,7 @@ class Conv2d(nn.Conv2d, Leaf):
 
     Kernels are odd and, unless a fixed one has its own ``padding``, keep height and width at stride 1. With a
     ``group_width`` the channels form as many groups of that width as there are, so that a narrower layer is the first
-    groups of a wider one; ``groups="depthwise"`` is a width of 1. A number of groups is for fixed channels.
+    groups of a wider one; ``groups="depthwise"`` is a width of 1.
     """
 
     def __init__(
@@ -32,7 +34,7 @@ class Conv2d(nn.Conv2d, Leaf):
         outputs: Dim,
         kernel: Dim,
         stride: int = 1,
-        groups: int | Literal["depthwise"] = 1,
+        groups: Literal[1, "depthwise"] = 1,
         group_width: int | None = None,
         dilation: int = 1,
         bias: bool = True,
@@ -40,22 +42,19 @@ class Conv2d(nn.Conv2d, Leaf):
     ) -> None:
         what = f"Conv2d({inputs}, {outputs}, kernel {kernel})"
         width = 1 if groups == "depthwise" else group_width
-        if (groups != 1) + (group_width is not None) > 1:
-            raise SupernetError(f"{what} has groups={groups!r} and group_width={group_width}: give one of them")
-        if groups == "depthwise" or groups == 1:
-            number = 1
-        else:
-            number = _number_of_groups(space, inputs, outputs, groups, what)
+        if groups not in (1, "depthwise") or (groups != 1 and group_width is not None):
+            raise SupernetError(
+                f"{what} has groups={groups!r} and group_width={group_width}: give 'depthwise' or the width of a "
+                "group, since a number of groups would cut those of a narrower layer and of a wider one apart"
+            )
         if width is not None and not _same(space, inputs, outputs):
             raise SupernetError(
                 f"{what} has groups of {width} channels, which needs as many outputs as inputs: write both alike"
             )
-        per_group = inputs if number == 1 else int(Expr.of(inputs).value({})) // number
-        sizes = Sizes(space, outputs, per_group if width is None else width, kernel, what=what)
+        sizes = Sizes(space, outputs, inputs if width is None else width, kernel, what=what)
         _check(sizes, width, padding, what)
         largest, within, side = sizes.largest
-        if width is not None:
-            number = largest // width
+        number = 1 if width is None else largest // width
         pad = dilation * (side // 2) if padding is None else padding
         super().__init__(within * number, largest, side, stride, pad, dilation, number, bias)
         self.sizes = sizes
@@ -69,9 +68,10 @@ class Conv2d(nn.Conv2d, Leaf):
                 return super().forward(x)
             rows, columns = self._factors(pick)
             where = (self.stride, self.padding, self.dilation, self.groups)
-            return mixed_conv2d(x, self.weight, self.bias, rows, columns, *where)  # type: ignore[arg-type]
+            out: Tensor = _MixedConv.apply(x, self.weight, self.bias, rows, columns, *where)  # type: ignore[no-untyped-call]
+            return out
         outputs, within, kernel = self.sizes.of(pick)
-        bias = None if self.bias is None else contiguous_prefix(self.bias, outputs)
+        bias = contiguous_prefix(self.bias, outputs)
         padding, groups = self._padding(kernel), self._groups(outputs)
         view = narrow_prefix(_centre(self.weight, kernel), outputs, within)
         return saved_as_view(
@@ -93,9 +93,8 @@ class Conv2d(nn.Conv2d, Leaf):
             device="meta",
             dtype=self.weight.dtype,
         )
-        bias = None if self.bias is None else cloned_prefix(self.bias, outputs)
-        weight = cloned_prefix(_centre(self.weight, kernel), outputs, within)
-        return load(made, {"weight": weight, "bias": bias}, self.training)
+        weight = contiguous_prefix(_centre(self.weight, kernel), outputs, within)
+        return load(made, self.training, weight=weight, bias=contiguous_prefix(self.bias, outputs))
 
     def _padding(self, kernel: int) -> int:
         return int(self.dilation[0]) * (kernel // 2) if self._fixed_padding is None else self._fixed_padding
@@ -112,13 +111,15 @@ class Conv2d(nn.Conv2d, Leaf):
             places = kernel.index_select(1, self._ring(kernel.device))
             return (within[:, :, None] * places[:, None, :]).flatten(1)
 
-        return rows, mixture.cached(("places", self.sizes.key), make)
+        columns = mixture.cached(("places", self.sizes.key), make)
+        return rows.to(self.weight.dtype), columns.to(self.weight.dtype)
 
     def _ring(self, device: torch.device) -> Tensor:
         """For each place of the largest kernel twice its distance from the centre."""
         if device not in self._rings:
-            far = (torch.arange(self.kernel_size[0], device="cpu") - self.kernel_size[0] // 2).abs()
-            self._rings[device] = (2 * torch.maximum(far[:, None], far)).flatten().to(device)
+            side = self.kernel_size[0]
+            far = (2 * torch.arange(side, device="cpu") - side + 1).abs()
+            self._rings[device] = torch.maximum(far[:, None], far).flatten().to(device)
         return self._rings[device]
 
 
@@ -132,21 +133,9 @@ def _same(space: Space, first: Dim, second: Dim) -> bool:
     return Expr.of(first).substitute(derived).same_as(Expr.of(second).substitute(derived))
 
 
-def _number_of_groups(space: Space, inputs: Dim, outputs: Dim, groups: int, what: str) -> int:
-    channels = Sizes(space, inputs, outputs, what=what)
-    if channels.names:
-        raise SupernetError(
-            f"{what} has {groups} groups, and channels that vary: the groups of a narrower layer would cut those of a "
-            "wider one apart. Give group_width, the channels of a group, instead"
-        )
-    if groups < 1 or any(size % groups for size in channels.largest):
-        raise SupernetError(f"{what} cannot have {groups} groups: inputs and outputs must be multiples of them")
-    return groups
-
-
 def _check(sizes: Sizes, width: int | None, padding: int | None, what: str) -> None:
     even = [size for size in sizes.values[2] if size % 2 == 0]
-    if even:
+    if even and padding is None:
         raise SupernetError(
             f"{what} has a kernel of size {even[0]}, but kernels are nested by their centre: use odd ones"
         )
@@ -159,46 +148,11 @@ def _check(sizes: Sizes, width: int | None, padding: int | None, what: str) -> N
         )
 
 
-# An elastic layer that turns the patches of an image into vectors.
-
-
-class Patches(nn.Conv2d, Leaf):
-    """An ``nn.Conv2d`` whose kernel and stride are the patch, of which a subnet uses the first outputs."""
+class Patches(Conv2d):
+    """A convolution whose kernel and stride are the patch, of which a subnet uses the first outputs."""
 
     def __init__(self, space: Space, channels: int, width: Dim, patch: int) -> None:
-        sizes = Sizes(space, width, channels, what=f"Patches({channels}, {width})")
-        super().__init__(channels, sizes.largest[0], patch, patch)
-        self.sizes = sizes
-
-    def forward(self, x: Tensor, pick: Pick) -> Tensor:  # type: ignore[override]
-        if isinstance(pick, Mixture):
-            rows, channels = self.sizes.mask_factors(pick)
-            columns = channels.repeat_interleave(self.weight[0, 0].numel(), 1)
-            where = (self.stride, (0, 0), (1, 1), 1)
-            return mixed_conv2d(x, self.weight, self.bias, rows, columns, *where)  # type: ignore[arg-type]
-        width, _ = self.sizes.of(pick)
-        return F.conv2d(x, contiguous_prefix(self.weight, width), self._narrow_bias(width), self.stride)
-
-    def plain(self, subnet: Subnet) -> nn.Module:
-        width, channels = self.sizes.of(subnet)
-        bias = self._narrow_bias(width)
-        made = nn.Conv2d(
-            channels,
-            width,
-            self.kernel_size,  # type: ignore[arg-type]
-            self.stride,  # type: ignore[arg-type]
-            bias=bias is not None,
-            device="meta",
-            dtype=self.weight.dtype,
-        )
-        held = {"weight": cloned_prefix(self.weight, width), "bias": None if bias is None else cloned_prefix(bias)}
-        return load(made, held, self.training)
-
-    def _narrow_bias(self, width: int) -> Tensor | None:
-        return None if self.bias is None else contiguous_prefix(self.bias, width)
-
-
-# Squeeze and excite: a gate for each channel, computed from the channel means of the image.
+        super().__init__(space, channels, width, patch, patch, padding=0)
 
 
 class SqueezeExcite(Module):
@@ -213,3 +167,50 @@ class SqueezeExcite(Module):
         pooled = F.adaptive_avg_pool2d(x, 1)
         gate = F.hardsigmoid(self.expand(F.relu(self.reduce(pooled, pick=pick)), pick=pick))
         return x * gate
+
+
+# The convolution with the expectation of its weight, which the backward computes again.
+
+
+class _MixedConv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, columns: Tensor, *where: Any
+    ) -> Tensor:
+        kind = x.device.type
+        ctx.dtype = x.dtype
+        if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(kind))  # kept as the convolution uses it
+        ctx.save_for_backward(x, weight, bias, rows, columns)
+        ctx.where = where
+        inside = None if bias is None else bias * rows.sum(0)
+        return F.conv2d(x, _expected(weight, rows, columns), inside, *where)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight, bias, rows, columns = ctx.saved_tensors
+        wants = ctx.needs_input_grad
+        dx = dw = db = of_rows = of_columns = None
+        if wants[0]:
+            mixed = _expected(weight, rows, columns).to(gradient.dtype)
+            dx = gradients.conv2d_input(x.shape, mixed, gradient, *ctx.where)  # type: ignore[no-untyped-call]
+            dx = dx.to(ctx.dtype)
+        if wants[1] or wants[3] or wants[4]:
+            raw = gradients.conv2d_weight(x, weight.shape, gradient, *ctx.where)  # type: ignore[no-untyped-call]
+            raw = raw.to(weight.dtype).flatten(1)
+            product = raw * weight.flatten(1) if wants[3] or wants[4] else raw
+            of_rows = torch.mm(columns, product.t()) if wants[3] else None
+            of_columns = torch.mm(rows, product) if wants[4] else None
+            if wants[1]:
+                dw = torch.mm(rows.t(), columns).mul_(raw).view_as(weight)
+        if bias is not None and (wants[2] or wants[3]):
+            total = gradient.sum((0, 2, 3)).to(bias.dtype)
+            db = total * rows.sum(0) if wants[2] else None
+            of_rows = of_rows if of_rows is None else of_rows + total * bias
+        return dx, dw, db, of_rows, of_columns, None, None, None, None
+
+
+def _expected(weight: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """The expected weight: all dimensions but the first count as columns."""
+    return expected(weight.flatten(1), None, rows, columns, weight.dtype)[0].view_as(weight)

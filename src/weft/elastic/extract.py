@@ -26,7 +26,9 @@ def plain_module(module: nn.Module, subnet: Subnet, inputs: int = 1, extra_input
     if not isinstance(module, Module):
         return copy.deepcopy(module)
     tracer = ElasticTracer(subnet, inputs, extra_inputs)
-    holder = _Holder(module)
+    holder = nn.Module()  # a root above the module, which may itself be a container of nothing but leaves
+    holder.add_module(_ROOT, module)
+    holder.training = module.training
     try:
         graph = tracer.trace(holder)
     except (TypeError, fx.proxy.TraceError) as problem:
@@ -45,15 +47,11 @@ def plain_module(module: nn.Module, subnet: Subnet, inputs: int = 1, extra_input
         if name in owner._modules or name in owner._parameters or name in owner._buffers:
             continue
         if node.op == "call_module":
-            owner.add_module(name, _plain_leaf(holder.get_submodule(target), subnet))
+            owner.add_module(name, plain_module(holder.get_submodule(target), subnet))
         else:
             _hold_tensor(owner, name, holder, target)
     graph.lint()
     return fx.GraphModule(root, graph, class_name=type(module).__name__).train(module.training)
-
-
-def _plain_leaf(module: nn.Module, subnet: Subnet) -> nn.Module:
-    return module.plain(subnet) if isinstance(module, Leaf) else copy.deepcopy(module)
 
 
 def _submodule(root: nn.Module, path: str) -> nn.Module:
@@ -102,12 +100,3 @@ class ElasticTracer(fx.Tracer):
             args = tuple(value for value in args if not isinstance(value, Subnet))
             kwargs = {name: value for name, value in kwargs.items() if name != "pick"}
         return super().call_module(m, forward, args, kwargs)
-
-
-class _Holder(nn.Module):
-    """A root above the module, so that the module itself may be a container of nothing but leaves."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.add_module(_ROOT, module)
-        self.train(module.training)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.elastic.mixture import Mixture, Pick
-from weft.elastic.module import Leaf, Module, cloned_prefix, contiguous_prefix, load, narrow_prefix, saved_as_view
+from weft.elastic.module import Leaf, Module, contiguous_prefix, load, narrow_prefix, saved_as_view
 from weft.elastic.ops.linear import few_tokens, mixed_linear, mixed_linears
 from weft.elastic.sizes import Dim, Sizes
 from weft.space import Space, Subnet
@@ -68,11 +68,9 @@ class Grid(Leaf):
         sizes = self.sizes.of(subnet)
         outputs, inputs = self._flat(sizes)
         made = nn.Linear(inputs, outputs, self.bias is not None, device="meta", dtype=self.weight.dtype)
-        bias = self._bias(sizes, self.bias)
         # The copy keeps the strides, and with them the kernel.
-        weight = self._matrix(sizes, self._view(sizes, self.weight.detach()).contiguous().clone())
-        held = {"weight": weight, "bias": None if bias is None else cloned_prefix(bias, outputs)}
-        return load(made, held, self.training)
+        weight = self._matrix(sizes, self._view(sizes, self.weight).contiguous())
+        return load(made, self.training, weight=weight, bias=self._bias(sizes, self.bias))
 
     def _bias(self, sizes: Sequence[int], bias: Tensor | None) -> Tensor | None:
         """The bias that a pick uses."""
@@ -109,17 +107,17 @@ class RootScaled(Sizes):
         super().__init__(space, *rows, *columns, what=what)
         self._root = len(rows) - 1
         self.key = (*self.key, self._root)  # type: ignore[assignment]
-        self._scaled: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def table(self, index: int, like: Tensor) -> Tensor:
         table = super().table(index, like)
         if index != self._root:
             return table
-        key = (like.device, like.dtype)
-        if key not in self._scaled:
+
+        def make() -> Tensor:
             roots = self.tables[index].clamp_min(1).double().rsqrt()
-            self._scaled[key] = table * roots[:, None, :].to(*key)
-        return self._scaled[key]
+            return table * roots[:, None, :].to(like.device, like.dtype)
+
+        return self.cached(("scaled", like.device, like.dtype), make)  # type: ignore[no-any-return]
 
 
 def _as_tuple(dims: Dims) -> tuple[Dim, ...]:
@@ -146,14 +144,14 @@ class Linear(nn.Linear, Leaf):
         if isinstance(pick, Mixture):
             return _mixed([self], x, pick)[0]
         outputs, inputs = self.sizes.of(pick)
-        bias = None if self.bias is None else contiguous_prefix(self.bias, outputs)
-        return saved_as_view(lambda weight: F.linear(x, weight, bias), narrow_prefix(self.weight, outputs, inputs))
+        bias, view = contiguous_prefix(self.bias, outputs), narrow_prefix(self.weight, outputs, inputs)
+        return saved_as_view(lambda weight: F.linear(x, weight, bias), view)
 
     def plain(self, subnet: Subnet) -> nn.Module:
         outputs, inputs = self.sizes.of(subnet)
-        bias = None if self.bias is None else cloned_prefix(self.bias, outputs)
-        made = nn.Linear(inputs, outputs, self.bias is not None, device="meta", dtype=self.weight.dtype)
-        return load(made, {"weight": cloned_prefix(self.weight, outputs, inputs), "bias": bias}, self.training)
+        bias = contiguous_prefix(self.bias, outputs)
+        made = nn.Linear(inputs, outputs, bias is not None, device="meta", dtype=self.weight.dtype)
+        return load(made, self.training, weight=contiguous_prefix(self.weight, outputs, inputs), bias=bias)
 
 
 def linears(layers: Sequence[Module], x: Tensor, pick: Pick) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import accumulate
 from typing import Any
 
@@ -104,14 +105,8 @@ class Mixture:
 
     def joint(self, names: Sequence[str]) -> Tensor:
         """The probabilities of all combinations of options of these choices, the last one varying fastest."""
-        key = ("joint", *names)
-        product = self._cached.get(key)
-        if product is None:
-            product = self[names[0]]
-            for name in names[1:]:
-                product = torch.outer(product, self[name]).flatten()
-            self._cached[key] = product
-        return product
+        factors = map(self.__getitem__, names)
+        return self.cached(("joint", *names), lambda: reduce(lambda a, b: torch.outer(a, b).flatten(), factors))  # type: ignore[no-any-return]
 
     def cached(self, key: Any, make: Any) -> Any:
         """The value of ``make()``, called once a key for this mixture."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from weft.elastic.mixture import Pick
 from weft.elastic.sizes import Sizes
 from weft.space import Subnet
+
+T = TypeVar("T", bound=Tensor | None)
 
 
 class Module(nn.Module):
@@ -50,25 +52,18 @@ def takes_pick(module: nn.Module) -> bool:
     return isinstance(module, Module)
 
 
-def contiguous_prefix(tensor: Tensor, *sizes: int) -> Tensor:
-    """The part of a weight that a subnet uses, laid out as in the plain module, so that kernels round alike."""
-    return narrow_prefix(tensor, *sizes).contiguous()
+def contiguous_prefix(tensor: T, *sizes: int) -> T:
+    """The part of a weight that a subnet uses, laid out as in the plain module, so that kernels round alike; None of
+    None."""
+    return tensor if tensor is None else narrow_prefix(tensor, *sizes).contiguous()  # type: ignore[return-value]
 
 
-def cloned_prefix(tensor: Tensor, *sizes: int) -> Tensor:
-    """The same, as a copy."""
-    return contiguous_prefix(tensor.detach(), *sizes).clone()
-
-
-def load(module: nn.Module, tensors: dict[str, Tensor | None], training: bool) -> nn.Module:
-    """A fresh plain module with these parameters and buffers."""
+def load(module: nn.Module, training: bool, **tensors: Tensor | None) -> nn.Module:
+    """A fresh plain module with copies of these as its parameters and buffers."""
     for name, tensor in tensors.items():
         if tensor is not None:
-            target = getattr(module, name)
-            if isinstance(target, nn.Parameter):
-                setattr(module, name, nn.Parameter(tensor, requires_grad=target.requires_grad))
-            else:
-                setattr(module, name, tensor)
+            held = tensor.detach().clone()
+            setattr(module, name, nn.Parameter(held) if isinstance(getattr(module, name), nn.Parameter) else held)
     return module.train(training)
 
 

@@ -7,10 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.elastic.mixture import Mixture, Pick
-from weft.elastic.module import Leaf, cloned_prefix, contiguous_prefix, load
+from weft.elastic.module import Leaf, contiguous_prefix, load
 from weft.elastic.ops.norm import mixed_norm
 from weft.elastic.sizes import Dim, Sizes
-from weft.errors import SupernetError
 from weft.space import Space, Subnet
 
 
@@ -20,72 +19,51 @@ class BatchNorm2d(nn.BatchNorm2d, Leaf):
     Training moves the running statistics of the channels that it sees, and of no others.
     """
 
-    def __init__(
-        self,
-        space: Space,
-        channels: Dim,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-    ) -> None:
+    weight: nn.Parameter
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, space: Space, channels: Dim, eps: float = 1e-5, momentum: float = 0.1) -> None:
         sizes = Sizes(space, channels, what=f"BatchNorm2d({channels})")
-        if momentum is None and not sizes.is_fixed(0):
-            raise SupernetError(
-                f"BatchNorm2d({channels}) has momentum=None, an average over all batches, but not every batch meets "
-                "every channel: give it a momentum"
-            )
-        super().__init__(sizes.largest[0], eps, momentum, affine, track_running_stats)
+        super().__init__(sizes.largest[0], eps, momentum)
         self.sizes = sizes
 
     def forward(self, x: Tensor, pick: Pick) -> Tensor:  # type: ignore[override]
         self._check_input_dim(x)
         if isinstance(pick, Mixture):
             return self._mixed(x, pick)
-        channels = self.sizes.of(pick)[0]
-        return self._normalise(x, _first(self.weight, channels), _first(self.bias, channels), channels)
+        (channels,) = self.sizes.of(pick)
+        weight, bias = contiguous_prefix(self.weight, channels), contiguous_prefix(self.bias, channels)
+        return self._normalise(x, weight, bias, channels)
 
     def plain(self, subnet: Subnet) -> nn.Module:
-        channels = self.sizes.of(subnet)[0]
-        made = nn.BatchNorm2d(channels, self.eps, self.momentum, self.affine, self.track_running_stats, device="meta")
-        tensors = {
-            name: None if (held := getattr(self, name)) is None else cloned_prefix(held, channels)
-            for name in ("weight", "bias", "running_mean", "running_var")
-        }
-        tensors["num_batches_tracked"] = (
-            None if self.num_batches_tracked is None else cloned_prefix(self.num_batches_tracked)
-        )
-        return load(made, tensors, self.training)
+        (channels,) = self.sizes.of(subnet)
+        made = nn.BatchNorm2d(channels, self.eps, self.momentum, device="meta")
+        tensors = {name: tensor[:channels] if tensor.dim() else tensor for name, tensor in self.state_dict().items()}
+        return load(made, self.training, **tensors)
 
     def _mixed(self, x: Tensor, mixture: Mixture) -> Tensor:
         """Channels are normalised one by one, so the expectation is each of them times its probability."""
         if self.sizes.is_fixed(0):
             return self._normalise(x, self.weight, self.bias, self.num_features)
-        probability = self.sizes.keep_probability(mixture)
-        held = self.weight if self.affine else self.running_mean
-        probability = probability.to(x.dtype if held is None else held.dtype)
-        moved = [b for b in (self.running_mean, self.running_var) if b is not None and self.training]
+        probability = self.sizes.keep_probability(mixture).to(self.weight.dtype)
+        moved = [self.running_mean, self.running_var] if self.training else []
         before = [buffer.clone() for buffer in moved]
-        weight, bias = (self.weight * probability, self.bias * probability) if self.affine else (probability, None)
-        out = self._normalise(x, weight, bias, self.num_features)
+        out = self._normalise(x, self.weight * probability, self.bias * probability, self.num_features)
         for buffer, old in zip(moved, before, strict=True):
             # What cannot be picked was not seen. Autograd has noted the buffer, though a training backward reads none.
             buffer.data.copy_(torch.where(probability.detach() > 0, buffer, old))
         return out
 
-    def _normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, channels: int) -> Tensor:
-        factor = 0.0 if self.momentum is None else self.momentum
+    def _normalise(self, x: Tensor, weight: Tensor, bias: Tensor, channels: int) -> Tensor:
+        factor = self.momentum
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-            if self.momentum is None:
+            if factor is None:  # as a calibration sets it: the average over all batches
                 factor = 1.0 / float(self.num_batches_tracked)
-        mean, var = _first(self.running_mean, channels), _first(self.running_var, channels)
-        return F.batch_norm(x, mean, var, weight, bias, self.training or mean is None, factor, self.eps)
-
-
-def _first(tensor: Tensor | None, channels: int) -> Tensor | None:
-    """The first entries, in the memory of all: running statistics are written through it."""
-    return None if tensor is None else contiguous_prefix(tensor, channels)
+        # Parts of the buffers, in their memory: the statistics are written through them.
+        mean, var = contiguous_prefix(self.running_mean, channels), contiguous_prefix(self.running_var, channels)
+        return F.batch_norm(x, mean, var, weight, bias, self.training, factor or 0.0, self.eps)
 
 
 # Elastic norms: each token over the features that are within the pick.
@@ -108,14 +86,14 @@ class LayerNorm(nn.LayerNorm, Leaf):
             probabilities = self.sizes.distribution(pick)
             return mixed_norm(x, self.weight, self.bias, probabilities, self.sizes.values[0], self.eps)
         (width,) = self.sizes.largest if isinstance(pick, Mixture) else self.sizes.of(pick)
-        bias = None if self.bias is None else contiguous_prefix(self.bias, width)
-        return F.layer_norm(x, (width,), contiguous_prefix(self.weight, width), bias, self.eps)
+        weight, bias = contiguous_prefix(self.weight, width), contiguous_prefix(self.bias, width)
+        return F.layer_norm(x, (width,), weight, bias, self.eps)
 
     def plain(self, subnet: Subnet) -> nn.Module:
         (width,) = self.sizes.of(subnet)
-        bias = None if self.bias is None else cloned_prefix(self.bias, width)
+        bias = contiguous_prefix(self.bias, width)
         made = nn.LayerNorm(width, self.eps, bias=bias is not None, device="meta", dtype=self.weight.dtype)
-        return load(made, {"weight": cloned_prefix(self.weight, width), "bias": bias}, self.training)
+        return load(made, self.training, weight=contiguous_prefix(self.weight, width), bias=bias)
 
 
 class RMSNorm(nn.RMSNorm, Leaf):
@@ -138,4 +116,4 @@ class RMSNorm(nn.RMSNorm, Leaf):
     def plain(self, subnet: Subnet) -> nn.Module:
         (width,) = self.sizes.of(subnet)
         made = nn.RMSNorm(width, self.eps, device="meta", dtype=self.weight.dtype)
-        return load(made, {"weight": cloned_prefix(self.weight, width)}, self.training)
+        return load(made, self.training, weight=contiguous_prefix(self.weight, width))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from weft.elastic.mixture import Mixture, choice_options
 from weft.errors import SpaceError, SupernetError
 from weft.space import Expr, Space, Subnet, Value
+from weft.space.subnet import FrozenSpace
 
 Dim = int | Expr
 """A size that is fixed, or an expression over the choices of a space; of 3.5 * width the whole part counts."""
@@ -51,18 +52,13 @@ class Sizes:
         self.values = tuple(tuple(sorted({int(v) for v in table.flatten() if v > 0})) for table in self.tables)
         """The sizes that each dimension can have, in order."""
         self.key = (self.shared, tuple(self._own), tuple(tuple(t.flatten().tolist()) for t in self.tables))
-        self._cache: dict[tuple[Value | None, ...], tuple[int, ...]] = {}
-        self._inside: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
         self._cached: dict[Any, Any] = {}
 
     def of(self, subnet: Subnet) -> tuple[int, ...]:
         """The sizes for one subnet."""
         values = subnet.values
         key = tuple(values.get(name) for name in self.names)
-        sizes = self._cache.get(key)
-        if sizes is None:
-            sizes = self._cache[key] = tuple(int(expr.value(values)) for expr in self._exprs)
-        return sizes
+        return self.cached(("sizes", key), lambda: tuple(int(expr.value(values)) for expr in self._exprs))  # type: ignore[no-any-return]
 
     def is_fixed(self, index: int) -> bool:
         """Whether the dimension has one size for all subnets."""
@@ -79,23 +75,14 @@ class Sizes:
         """The probabilities of the combinations of shared choices, and of those of each dimension alone."""
         return tuple(mixture.joint(names) if names else None for names in (self.shared, *self._own))
 
-    def distribution(self, mixture: Mixture, index: int = 0) -> Tensor:
-        """The probability of each of ``values[index]``."""
-        return mixture.cached(("distribution", self.key, index), lambda: self._distribution(mixture, index))  # type: ignore[no-any-return]
+    def distribution(self, mixture: Mixture) -> Tensor:
+        """The probability of each of the sizes of the first dimension."""
+        return mixture.cached(("distribution", self.key), lambda: self._distribution(mixture))  # type: ignore[no-any-return]
 
-    def keep_probability(self, mixture: Mixture, index: int = 0) -> Tensor:
-        """For each place along a dimension the probability that it is within the pick."""
-        factors = self.mask_factors(mixture)
-        if len(factors) == 1:
-            return factors[0].sum(0) if len(factors[0]) > 1 else factors[0][0]
-        # The first place of every other dimension is always within, and its factor carries the rest.
-        if index == 0:
-            return factors[0].sum(0)
-        first = factors[0][:, 0]
-        for other in range(1, len(factors)):
-            if other != index:
-                first = first * factors[other][:, 0]
-        return first @ factors[index]
+    def keep_probability(self, mixture: Mixture) -> Tensor:
+        """For each place along the first dimension the probability that it is within the pick."""
+        # The first place of every other dimension is always within.
+        return self.mask_factors(mixture)[0].sum(0)
 
     def cached(self, key: Any, make: Callable[[], Any]) -> Any:
         """The value of ``make()``, called once a key for these sizes."""
@@ -115,28 +102,26 @@ class Sizes:
             factors[0] = factors[0] * shared[:, None]
         return tuple(factors)
 
-    def _distribution(self, mixture: Mixture, index: int) -> Tensor:
-        names = (*self.shared, *self._own[index])
-        if not names:
-            like = mixture[mixture.names[0]] if mixture.names else torch.zeros(())
-            return torch.ones(1, device=like.device, dtype=like.dtype)
-        if self.tables[index].flatten().tolist() == list(self.values[index]):
-            return mixture.joint(names)  # a size for each, in order
-        like = mixture[names[0]]
-        key = (-1 - index, like.device, like.dtype)
-        if key not in self._inside:
-            sizes = self.tables[index].flatten()
-            rows = torch.tensor([[float(size == v) for v in self.values[index]] for size in sizes], device="cpu")
-            self._inside[key] = rows.to(like)
-        return mixture.joint(names) @ self._inside[key]
+    def _distribution(self, mixture: Mixture) -> Tensor:
+        names, sizes = (*self.shared, *self._own[0]), self.tables[0].flatten().tolist()
+        joint = mixture.joint(names)
+        if sizes == list(self.values[0]):
+            return joint  # a size for each, in order
+
+        def make() -> Tensor:
+            rows = [[float(size == value) for value in self.values[0]] for size in sizes]
+            return torch.tensor(rows, device="cpu").to(joint)
+
+        return joint @ self.cached(("distribution", joint.device, joint.dtype), make)  # type: ignore[no-any-return]
 
     def table(self, index: int, like: Tensor) -> Tensor:
         """Which places are within the pick: shared combinations x places x own combinations, as 0 and 1."""
-        key = (index, like.device, like.dtype)
-        if key not in self._inside:
+
+        def make() -> Tensor:
             places = torch.arange(self.largest[index], device="cpu")
-            self._inside[key] = (places[:, None] < self.tables[index][:, None, :]).to(like.device, like.dtype)
-        return self._inside[key]
+            return (places[:, None] < self.tables[index][:, None, :]).to(like.device, like.dtype)
+
+        return self.cached(("table", index, like.device, like.dtype), make)  # type: ignore[no-any-return]
 
     def _table(self, index: int, what: str) -> Tensor:
         """Sizes by combination of the shared choices and combination of the dimension's own."""
@@ -147,12 +132,9 @@ class Sizes:
                 f"a dimension of {what}, '{self.dims[index]}', has {count:,} combinations of options, more than "
                 f"{MOST_COMBINATIONS:,}: let it depend on fewer choices"
             )
-        rows = []
-        for shared in combinations(self.space, self.shared):
-            row = []
-            for alone in combinations(self.space, self._own[index]):
-                row.append(self._size(expr, {**shared, **alone}, what))
-            rows.append(row)
+        own = combinations(self.space, self._own[index])
+        shared = combinations(self.space, self.shared)
+        rows = [[self._size(expr, {**some, **alone}, what) for alone in own] for some in shared]
         return torch.tensor(rows, device="cpu")  # whatever the default device: these are numbers, not weights
 
     def _size(self, expr: Expr, values: dict[str, Value], what: str) -> int:
@@ -169,6 +151,27 @@ def combinations(space: Space, names: Sequence[str]) -> list[dict[str, Value]]:
     """All combinations of options, the last choice varying fastest."""
     options = [choice_options(space, name) for name in names]
     return [dict(zip(names, values, strict=True)) for values in itertools.product(*options)]
+
+
+def with_conditions(rules: FrozenSpace, names: Iterable[str]) -> tuple[str, ...]:
+    """The names and all that their conditions read, in the order of the space."""
+    found: set[str] = set()
+    left = list(names)
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            left += rules.conditions[name].names if name in rules.conditions else ()
+    return tuple(name for name in rules.choices if name in found)
+
+
+def active_values(rules: FrozenSpace, names: Iterable[str], options: Mapping[str, Value]) -> dict[str, Value]:
+    """Of one option for each choice, those of the choices that are active."""
+    values: dict[str, Value] = {}
+    for name in names:
+        if rules.is_active(name, values):
+            values[name] = options[name]
+    return values
 
 
 def is_forbidden(space: Space, values: Mapping[str, Value]) -> bool:
@@ -192,13 +195,7 @@ class Condition:
 
     def __init__(self, space: Space, expr: Expr) -> None:
         self.expr = _expand(space, expr)
-        self._rules, needed, names = space.rules, set(self.expr.names), set[str]()
-        while needed:
-            name = needed.pop()
-            names.add(name)
-            condition = self._rules.conditions.get(name)
-            needed |= set() if condition is None else set(condition.names) - names
-        self.names = tuple(name for name in space.choices if name in names)
+        self.names = with_conditions(space.rules, self.expr.names)
         self._space = space
         self._on: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
@@ -221,10 +218,7 @@ class Condition:
     def _table(self) -> Tensor:
         """1 for the combinations of options of its choices for which it holds."""
         holds = []
-        for values in combinations(self._space, self.names):
-            active: dict[str, Value] = {}
-            for name, value in values.items():
-                if self._rules.is_active(name, active):
-                    active[name] = value
-            holds.append(float(self.expr.names <= active.keys() and bool(self.expr.value(active))))
+        for options in combinations(self._space, self.names):
+            values = active_values(self._space.rules, self.names, options)
+            holds.append(float(self.expr.names <= values.keys() and bool(self.expr.value(values))))
         return torch.tensor(holds, device="cpu")

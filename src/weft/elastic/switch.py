@@ -45,7 +45,6 @@ class Switch(Module):
         self._places: dict[str, tuple[int, ...]] = {}
         self._labels: dict[Value, str] = {}
         self._reads_choice: dict[str, bool] = {}  # whether the module reads the choice itself
-        self._marks: dict[tuple[str, torch.device], Tensor] = {}
         known = choice_options(space, self.choice)
         for options, module in modules.items():
             options = options if isinstance(options, tuple) else (options,)
@@ -109,10 +108,9 @@ class Switch(Module):
 
         def make() -> Mixture:
             probabilities = mixture[self.choice]
-            if (label, probabilities.device) not in self._marks:
-                marks = torch.tensor([float(place in places) for place in range(len(probabilities))], device="cpu")
-                self._marks[label, probabilities.device] = marks.to(probabilities.device)
-            marks = self._marks[label, probabilities.device].to(probabilities.dtype)
+            marks = torch.zeros_like(probabilities)
+            for place in places:  # one by one: a copy from the host would make a GPU wait
+                marks[place] = 1.0
             inside = probabilities * marks
             total = inside.sum()
             # Where none of the options can be, the module counts for nothing, but its gradient has to be a number.

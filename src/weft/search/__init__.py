@@ -9,7 +9,7 @@ from weft.search.loop import Cache, SearchResult, run_search
 from weft.search.methods import METHODS, NSGA2, Evolution, Method, Random, make_method
 from weft.search.objectives import Constraint, Objective, dominates, parse_constraints, parse_objectives
 from weft.search.scorer import Scorer
-from weft.search.targets import Penalty, Target, parse_targets
+from weft.search.targets import Target, parse_targets
 from weft.utils.imports import make_callable
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "FrontMember",
     "Method",
     "Objective",
-    "Penalty",
     "Random",
     "Scored",
     "Scorer",

@@ -11,7 +11,7 @@ from weft.errors import SearchError, nearest
 from weft.search.front import Front, Scored
 from weft.search.loop import Cache, run_search
 from weft.search.objectives import Constraint, parse_constraints, parse_objectives
-from weft.search.scorer import CHEAP, MEASURED, CostLookup, Scorer, context, known_metrics
+from weft.search.scorer import CHEAP, MEASURED, Scorer, context, cost_lookup
 from weft.space import Space, Subnet
 from weft.trainer.api import TrainedRun
 
@@ -59,7 +59,7 @@ def search(
         maximize, minimize = (first, "flops") if first else ((), ("loss", "flops"))
     objectives = parse_objectives(maximize, minimize)
     rules = parse_constraints(constraints)
-    known = known_metrics(run)
+    known = ("loss", *run.step.metrics, *CHEAP, *MEASURED)
     names = dict.fromkeys((*(o.name for o in objectives), *(rule.name for rule in rules)))
     for metric in names:
         if metric not in known:
@@ -84,7 +84,7 @@ def search(
         budget=budget,
         seed=seed,
         cache=cache,
-        cheap=CostLookup(scorer, budget) if names.keys() & set(CHEAP) else None,
+        cheap=cost_lookup(scorer, budget) if names.keys() & set(CHEAP) else None,
         on_score=on_score,
     )
     # To count costs takes as long as to score: where the search did not need them, only the front gets them.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import islice, product
@@ -25,18 +25,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from weft.elastic import Leaf, Module
 from weft.elastic.extract import plain_module
 from weft.elastic.mixture import choice_options
+from weft.elastic.sizes import active_values, with_conditions
 from weft.errors import SearchError, SpaceError
 from weft.search.cost import flops, latency, parameters
 from weft.search.cost_table import (
     LIMIT,
     Table,
     Values,
-    active_values,
     combinations,
     count_combinations,
     drop_unused_choices,
     make_table,
-    with_conditions,
 )
 from weft.space import Subnet, Value
 from weft.supernet import Chain, as_activations, build_on_meta, initialise
@@ -62,14 +61,6 @@ class _Part:
         """NaN for a combination that was not measured, since no subnet has it."""
         return self.costs.get(_key(values, self.names), math.nan)
 
-    def recorder(self, calls: list[_Call]) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        """A hook that notes each call of the module."""
-
-        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls.append((self, args, kwargs))
-
-        return record
-
 
 _Call = tuple[_Part, tuple[Any, ...], dict[str, Any]]
 """A part with the arguments that it is called with."""
@@ -90,7 +81,8 @@ class Measurement:
         self.chain.eval()
         self.batch = {name: tensor.to(device) for name, tensor in batch.items()}
         self.metric, self.device, self.repeats = metric, device, repeats
-        self.space, self.rules = chain.space, chain.space.rules
+        self.rules = chain.space.rules
+        self.options = {name: choice.options or () for name, choice in chain.space.choices.items()}
         self._measured: dict[Any, float] = {}
         self._multiplies: dict[nn.Module, bool] = {}  # composites that were seen, and whether they multiply themselves
         self._activations: list[Any] = []  # by number: tables hold numbers
@@ -131,7 +123,7 @@ class Measurement:
                 if _key(some, scope) in done[scope]:
                     continue
                 values = self._completed(some, names, len(outputs))
-                if values is None or math.isnan(number := self._at(inputs, values)):
+                if values is None or math.isnan(number := inputs.at(self.options, values)):
                     continue
                 outputs.append((values, self._run(block, parts, values, self._activations[int(number)])))
                 for other in scopes:
@@ -164,7 +156,7 @@ class Measurement:
         seen = set()
         for some in combinations(self.rules, with_conditions(self.rules, around)):
             values = self._completed(some, names, 0)
-            if values is None or math.isnan(number := self._at(inputs, values)):
+            if values is None or math.isnan(number := inputs.at(self.options, values)):
                 continue
             subnet = self.rules.subnet(values)
             name = block.pick(subnet)
@@ -188,7 +180,7 @@ class Measurement:
     def _completed(self, some: Values, names: Names, turn: int) -> dict[str, Value] | None:
         """With options of the other choices, which differ from turn to turn; None where a constraint forbids all."""
         others = [name for name in names if name not in some]
-        options = [choice_options(self.space, name) for name in others]
+        options = [choice_options(self.chain.space, name) for name in others]
         rotated = [own[turn % len(own) :] + own[: turn % len(own)] for own in options]
         for combination in islice(product(*rotated), LIMIT):
             values = active_values(self.rules, names, {**dict(zip(others, combination, strict=True)), **some})
@@ -204,7 +196,12 @@ class Measurement:
         name = block.pick(subnet)
         if name is not None:
             layer, module = self.chain.layers[name], self.chain.module(name)
-            hooks = [part.module.register_forward_pre_hook(part.recorder(calls), with_kwargs=True) for part in parts]
+            hooks = [
+                part.module.register_forward_pre_hook(
+                    lambda _, args, kwargs, part=part: calls.append((part, args, kwargs)), with_kwargs=True
+                )
+                for part in parts
+            ]
             try:
                 out = module(*activations, **extra_inputs(layer, self.batch, subnet))
             except SpaceError as problem:
@@ -262,17 +259,13 @@ class Measurement:
 
     def _check_size(self, block: Block, names: Names) -> None:
         for name in names:
-            choice_options(self.space, name)  # raises SpaceError for a choice of real numbers
+            choice_options(self.chain.space, name)  # raises SpaceError for a choice of real numbers
         count = count_combinations(self.rules, names)
         if count > LIMIT:
             raise SearchError(
                 f"the {self.metric} of block '{block.name}' depend on {', '.join(names)}: {count:,} combinations, more "
                 f"than {LIMIT:,}. Let it depend on fewer choices"
             )
-
-    def _at(self, table: Table, values: Values) -> float:
-        given = [(choice_options(self.space, name), values.get(name)) for name in table.names]
-        return float(table.values[tuple(0 if value is None else own.index(value) for own, value in given)])
 
     def _number_of(self, activations: tuple[Tensor, ...]) -> int:
         key = _identity(activations)

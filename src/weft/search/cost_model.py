@@ -68,12 +68,7 @@ class CostModel:
         """The cost of one subnet."""
         if subnet.space_id != self.space_id:
             raise SearchError(f"the subnet '{subnet}' is of space {subnet.space_id}, not of {self.space_id}")
-        total = self.constant
-        for table in self.tables:
-            # An inactive choice makes no difference, so that any option of it will do.
-            given = [(self.options[name], subnet.values.get(name)) for name in table.names]
-            total += table.values[tuple(0 if value is None else options.index(value) for options, value in given)]
-        return float(total)
+        return sum((table.at(self.options, subnet.values) for table in self.tables), self.constant)
 
     def expect(self, mixture: Mixture) -> Tensor:
         """The expectation over the valid subnets of a mixture, in its precision; differentiable, and never waits for

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from weft.elastic.sizes import active_values, with_conditions
 from weft.space import Space, Value
 from weft.space.subnet import FrozenSpace
 
@@ -26,31 +27,15 @@ class Table:
     names: tuple[str, ...]
     values: Array
 
+    def at(self, options: Mapping[str, Sequence[Value]], values: Values) -> float:
+        """The number for these values; an inactive choice makes no difference, so that any option of it will do."""
+        given = [(options[name], values.get(name)) for name in self.names]
+        return float(self.values[tuple(0 if value is None else own.index(value) for own, value in given)])
+
     def broadcast(self, names: Sequence[str]) -> Array:
         """The values with an axis for each of these names, which contain the table's own in the same order."""
         sizes = dict(zip(self.names, self.values.shape, strict=True))
         return self.values.reshape([sizes.get(name, 1) for name in names])
-
-
-def with_conditions(rules: FrozenSpace, names: Iterable[str]) -> tuple[str, ...]:
-    """The names and all that their conditions read, in the order of the space."""
-    found: set[str] = set()
-    left = list(names)
-    while left:
-        name = left.pop()
-        if name not in found:
-            found.add(name)
-            left += rules.conditions[name].names if name in rules.conditions else ()
-    return tuple(name for name in rules.choices if name in found)
-
-
-def active_values(rules: FrozenSpace, names: Iterable[str], options: Values) -> dict[str, Value]:
-    """Of one option for each choice, those of the choices that are active."""
-    values: dict[str, Value] = {}
-    for name in names:
-        if rules.is_active(name, values):
-            values[name] = options[name]
-    return values
 
 
 def combinations(rules: FrozenSpace, names: Sequence[str]) -> Iterator[dict[str, Value]]:

@@ -18,7 +18,7 @@ from weft.engine.rng import deterministic
 from weft.engine.train_step import TrainStep
 from weft.errors import SearchError, SpaceError
 from weft.search.cost_table import Array, Table, constraint_tables, elimination_order, make_table
-from weft.search.targets import TOLERANCE, Penalty, Target
+from weft.search.targets import TOLERANCE, Target
 from weft.space import Space, Subnet, Value
 from weft.supernet import Chain
 from weft.trainer.api import TrainedRun
@@ -58,7 +58,7 @@ class _SubnetScorer:
         self.options = {name: choice_options(self.space, name) for name in self.rules.choices}
         self.names = list(self.options)
         self.size = math.prod(len(options) for options in self.options.values())
-        self.losses = [self._loss(name, _probabilities(mixture, name)) for name in self.names]
+        self.losses = [self._loss(name, mixture[name].detach().double().cpu().numpy()) for name in self.names]
         required, self._has_all_constraints = constraint_tables(self.rules)
         self.losses += required
         for target in self.targets:
@@ -214,11 +214,6 @@ def _point(steps: Sequence[tuple[str, Ints, Ints]], end: int) -> dict[str, int]:
     return point
 
 
-def _probabilities(mixture: Mixture, name: str) -> Array:
-    found: Array = mixture[name].detach().double().cpu().numpy()
-    return found
-
-
 def _sum(tables: Sequence[Table], points: Points) -> Array:
     """The sum of the tables at each point."""
     total = np.zeros(len(next(iter(points.values()))))
@@ -242,7 +237,7 @@ SHARE = 4
 """All options together are judged by at most one over this of the samples of the training."""
 
 
-def by_perturbation(trained: TrainedRun, mixture: Mixture, penalties: Sequence[Penalty] = ()) -> Subnet:
+def by_perturbation(trained: TrainedRun, mixture: Mixture) -> Subnet:
     """Decides one choice after another, the one of the least entropy first. Each option is removed in turn, and the
     others share its probability. The option whose removal costs most is kept, unless it breaks the network without the
     others.
@@ -260,7 +255,7 @@ def by_perturbation(trained: TrainedRun, mixture: Mixture, penalties: Sequence[P
     batches = _batches(trained, max(1, sum(counts[name] for name in names)))
 
     def cost(name: str, row: Tensor, seen: Sequence[Batch]) -> float:
-        found = _cost(chain, Mixture.unchecked(space, {**rows, name: row}), seen, config, device, penalties)
+        found = _loss(chain, Mixture.unchecked(space, {**rows, name: row}), seen, config, device)
         return math.inf if math.isnan(found) else found
 
     with deterministic(device):
@@ -292,21 +287,14 @@ def _certain(row: Tensor, option: int) -> Tensor:
 
 
 @torch.no_grad()
-def _cost(
-    chain: Chain,
-    mixture: Mixture,
-    batches: Sequence[Batch],
-    config: TrainStep,
-    device: torch.device,
-    penalties: Sequence[Penalty],
-) -> float:
-    """The loss under a mixture, with its penalties."""
+def _loss(chain: Chain, mixture: Mixture, batches: Sequence[Batch], config: TrainStep, device: torch.device) -> float:
+    """The loss under a mixture."""
     scores = Scores(config.loss, None)
     with Calibration([chain]):
         for batch in batches:
             with config.autocast(device):
                 scores.add(chain(batch, mixture), batch)
-    return scores.means()["loss"] + sum(float(one.penalty(mixture)) for one in penalties)
+    return scores.means()["loss"]
 
 
 def _batches(run: TrainedRun, options: int) -> list[Batch]:

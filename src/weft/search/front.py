@@ -102,13 +102,14 @@ class Front:
             if name not in self.metrics:
                 raise SearchError(f"no metric '{name}' on the front{nearest(name, self.metrics)}")
         rules = [Constraint(name, ">=" if self._lower(name) else "<=", bound) for name, bound in limits.items()]
-        within = [member for member in self if all(_meets(member, rule) for rule in rules)]
+        known = [member for member in self if limits.keys() <= member.scores.keys()]
+        within = [member for member in known if not any(rule.violation(member.scores) for rule in rules)]
         if not within:
             ranges = "; ".join(f"{rule.name} from {self._range(rule.name)}" for rule in rules)
             wanted = " and ".join(f"{rule.name} {rule.op} {rule.bound:g}" for rule in rules)
             raise SearchError(f"no subnet on the front has {wanted}; the front reaches {ranges}: move a limit into it")
         goal = Objective(maximize, True) if maximize else self.objectives[0]
-        return min(within, key=lambda member: _last_if_nan(goal.loss(member.scores)))
+        return min(within, key=lambda member: (math.isnan(loss := goal.loss(member.scores)), loss))
 
     def table(self) -> Table:
         """The front as a Rich table; prints nothing."""
@@ -197,14 +198,6 @@ class Front:
         values = np.array([member.scores.get(name, math.nan) for member in self])
         values = values[~np.isnan(values)]
         return f"{values.min():g} to {values.max():g}" if values.size else "nothing to nothing"
-
-
-def _meets(member: Scored, rule: Constraint) -> bool:
-    return rule.name in member.scores and rule.violation(member.scores) == 0
-
-
-def _last_if_nan(loss: float) -> tuple[bool, float]:
-    return (math.isnan(loss), loss)
 
 
 # A subnet with its scores, before and after it was picked from a front.

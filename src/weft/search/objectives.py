@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -102,7 +103,12 @@ def parse_objectives(maximize: str | Iterable[str] = (), minimize: str | Iterabl
     (Objective(name='accuracy', maximize=True), Objective(name='flops', maximize=False))
     """
     found = tuple([Objective(n, True) for n in names(maximize)] + [Objective(n, False) for n in names(minimize)])
-    _check(found)
+    if not found:
+        raise SearchError("a search needs an objective: name a metric to maximize or to minimize")
+    counts = Counter(objective.name for objective in found)
+    for name, count in counts.items():
+        if not name or count > 1:
+            raise SearchError(f"objective '{name}' is named {count} times; name each metric once, and none empty")
     return found
 
 
@@ -141,14 +147,3 @@ def require(scores: Scores, wanted: Iterable[str]) -> None:
     for name in wanted:
         if name not in scores:
             raise SearchError(f"no metric '{name}' among the scores{nearest(name, scores)}")
-
-
-def _check(objectives: Sequence[Objective]) -> None:
-    seen = [objective.name for objective in objectives]
-    if not seen:
-        raise SearchError("a search needs an objective: name a metric to maximize or to minimize")
-    for name in seen:
-        if not name or seen.count(name) > 1:
-            raise SearchError(
-                f"objective '{name}' is named {seen.count(name)} times; name each metric once, and none empty"
-            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from weft.engine.layer_state import tensors_digest
 from weft.errors import SearchError, WeftError
 from weft.offload.setup import on_device
 from weft.search import cost
-from weft.search.cost_model import CostModel, build_cost_model
+from weft.search.cost_model import build_cost_model
 from weft.space import Subnet
 from weft.supernet import Chain, extract
 from weft.supernet.layer import Layer
@@ -137,11 +137,6 @@ def describe_choice(chain: Chain, layer: Layer, subnet: Subnet) -> str | None:
     return " ".join(texts) or None
 
 
-def known_metrics(trained: TrainedRun) -> tuple[str, ...]:
-    """The names that objectives and constraints may use."""
-    return ("loss", *trained.step.metrics, *CHEAP, *MEASURED)
-
-
 def context(trained: TrainedRun, **options: Any) -> dict[str, Any]:
     """All that scores depend on except the subnet, for the cache."""
     loss = trained.step.loss
@@ -156,43 +151,21 @@ def context(trained: TrainedRun, **options: Any) -> dict[str, Any]:
     }
 
 
-# Parameters and FLOPs of many subnets: counted for the first, then read from tables that are as exact.
-
 log = logging.getLogger("weft.search")
-COUNTED = 12
-"""Subnets that are counted one by one: tables cost as much as counting some ten or more."""
+MANY = 48
+"""Subnets from which on tables are worth their measurement, which takes as long as counting some ten subnets."""
 
 
-class CostLookup:
-    """Gives the costs of a subnet that no forward is needed for.
+def cost_lookup(scorer: Scorer, most: int) -> Callable[[Subnet], dict[str, float]]:
+    """Gives the parameters and FLOPs of a subnet, from tables where ``most`` says that many may be asked for.
 
-    Cost models are measured where ``most`` says that many subnets may be asked for. A space that has none (a choice of
-    real numbers), or whose models are wrong for a subnet that was counted, is counted to the end.
+    Subnets of a space that has no tables (one with a choice of real numbers, say) are counted one by one.
     """
-
-    def __init__(self, scorer: Scorer, most: int) -> None:
-        self._scorer, self._many = scorer, most >= 4 * COUNTED
-        self._counted: dict[Subnet, dict[str, float]] = {}
-        self._tables: list[CostModel] | None = None
-
-    def __call__(self, subnet: Subnet) -> dict[str, float]:
-        if self._tables is not None:
-            return self._read(subnet, self._tables)
-        found = self._counted[subnet] = self._scorer.cheap(subnet)
-        if len(self._counted) == COUNTED and self._many:
-            self._tables = self._measured()
-        return found
-
-    def _measured(self) -> list[CostModel] | None:
-        try:
-            tables = [build_cost_model(self._scorer.chain, self._scorer.example, metric) for metric in CHEAP]
-        except WeftError as problem:
-            log.info("parameters and FLOPs are counted subnet by subnet: %s", problem)
-            return None
-        off = [str(subnet) for subnet, costs in self._counted.items() if self._read(subnet, tables) != costs]
-        if off:
-            log.info("parameters and FLOPs are counted subnet by subnet: tables are off for '%s'", off[0])
-        return None if off else tables
-
-    def _read(self, subnet: Subnet, tables: Iterable[CostModel]) -> dict[str, float]:
-        return {table.metric: int(table.of(subnet)) for table in tables}
+    if most < MANY:
+        return scorer.cheap
+    try:
+        models = [build_cost_model(scorer.chain, scorer.example, metric) for metric in CHEAP]
+    except WeftError as problem:
+        log.info("parameters and FLOPs are counted subnet by subnet: %s", problem)
+        return scorer.cheap
+    return lambda subnet: {model.metric: int(model.of(subnet)) for model in models}

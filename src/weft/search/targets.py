@@ -26,22 +26,6 @@ _UNITS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Penalty:
-    """A price on the expected cost, as a share of the most that a subnet can cost."""
-
-    expected: CostModel
-    weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_weight(self.weight)
-        if not self.expected.high > 0:
-            raise SearchError(f"no subnet costs any {self.expected.metric}: there is nothing to put a price on")
-
-    def penalty(self, mixture: Mixture) -> Tensor:
-        return self.expected.expect(mixture) * (self.weight / self.expected.high)
-
-
-@dataclass(frozen=True, slots=True)
 class Target:
     """A cost that a subnet must have, within 2 %; raises SearchError where no subnet can have it."""
 
@@ -50,7 +34,6 @@ class Target:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_weight(self.weight)
         metric, low, high = self.expected.metric, self.expected.low, self.expected.high
         if not (math.isfinite(self.value) and self.value > 0):
             raise SearchError(f"a target for {metric} must be a number above 0, not {self.value}")
@@ -74,9 +57,7 @@ class Target:
         return np.maximum(np.abs(cost / self.value - 1) - tolerance, 0.0)
 
 
-def parse_targets(
-    texts: str | Iterable[str], measure: Callable[[str], CostModel], weight: float = 1.0
-) -> tuple[Target, ...]:
+def parse_targets(texts: str | Iterable[str], measure: Callable[[str], CostModel]) -> tuple[Target, ...]:
     """Reads ``parameters=5e6``, ``flops=1.2G`` or ``latency=3ms``, several apart or joined by commas.
 
     ``measure`` gives the costs for a metric. Raises SearchError for what cannot be read or met.
@@ -88,12 +69,7 @@ def parse_targets(
         if metric in values:
             raise SearchError(f"two targets for {metric}: give one")
         values[metric] = value
-    return tuple(Target(measure(metric), value, weight) for metric, value in values.items())
-
-
-def _check_weight(weight: float) -> None:
-    if not (math.isfinite(weight) and weight >= 0):
-        raise SearchError(f"the weight of a cost must be a number of 0 or more, not {weight}")
+    return tuple(Target(measure(metric), value) for metric, value in values.items())
 
 
 def _parse(text: str) -> tuple[str, float]:

@@ -20,7 +20,7 @@ from weft.elastic import Condition, Conv2d, Dim, Mixture, Module, Pick, Sequenti
 from weft.errors import SupernetError
 from weft.space import Expr, Space
 from weft.supernet import Chain, Elastic, Shared
-from weft.zoo.layers import conv_norm, pooled_linear
+from weft.zoo.convolutions import conv_norm, pooled_linear
 
 DARTS_OPERATIONS = (
     "skip_connect",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from weft.elastic import BatchNorm2d, Conv2d, Dim, Module, Pick, Sequential, SqueezeExcite
 from weft.space import Expr, Space, maximum
 from weft.supernet import Chain, Elastic, Shared
-from weft.zoo.layers import Residual, conv_norm
+from weft.zoo.convolutions import Residual, conv_norm
 
 # Width, stride of the first block, activation, squeeze and excite.
 STAGES: tuple[tuple[int, int, type[nn.Module], bool], ...] = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -66,7 +66,8 @@ def from_transformers(
         )
     if kv_heads is not None and convert is not llama:
         raise SupernetError(f"{type(model).__name__} has as many keys and values as heads: leave kv_heads out")
-    request = ElasticSizes(space, depth, width, heads, kv_heads, hidden, config._attn_implementation == "eager")
+    given = {"depth": depth, "width": width, "heads": heads, "kv_heads": kv_heads, "hidden": hidden}
+    request = ElasticSizes(space, given, config.num_hidden_layers, config._attn_implementation == "eager")
     try:
         chain = convert(model, request)
     except AttributeError as problem:
@@ -80,18 +81,28 @@ def from_transformers(
 
 @dataclass(frozen=True, slots=True)
 class ElasticSizes:
-    """What may vary, as the caller has it."""
+    """What may vary, as the caller has it, in a model of ``count`` layers."""
 
     space: Space
-    depth: Dim | None
-    width: Dim | None
-    heads: PerLayer
-    kv_heads: PerLayer
-    hidden: PerLayer
+    given: Mapping[str, PerLayer]
+    count: int
     eager: bool
 
-    def size(self, what: str, own: int, given: Dim | None) -> Dim:
+    def size(self, what: str, own: int) -> Dim:
         """A size of the model's; raises SupernetError unless the largest is the model's own."""
+        return self._checked(what, own, self.given[what])  # type: ignore[arg-type]
+
+    def layers(self, what: str, own: int) -> list[Dim]:
+        """The same for each layer."""
+        given = self.given[what]
+        each = list(given) if isinstance(given, Sequence) else [given] * self.count
+        if len(each) != self.count:
+            raise SupernetError(
+                f"{what} has {len(each)} entries, but the model has {self.count} layers: give one for each"
+            )
+        return [self._checked(f"{what} (layer {i})", own, one) for i, one in enumerate(each)]
+
+    def _checked(self, what: str, own: int, given: Dim | None) -> Dim:
         if given is None:
             return own
         sizes = Sizes(self.space, given, what=f"the model's {what}")
@@ -102,19 +113,12 @@ class ElasticSizes:
             )
         return given
 
-    def layers(self, what: str, own: int, given: PerLayer, count: int) -> list[Dim]:
-        """The same for each layer."""
-        each = list(given) if isinstance(given, Sequence) else [given] * count
-        if len(each) != count:
-            raise SupernetError(f"{what} has {len(each)} entries, but the model has {count} layers: give one for each")
-        return [self.size(f"{what} (layer {i})", own, one) for i, one in enumerate(each)]
-
     def chain(self, first: Module, layers: Sequence[Module], head: Module) -> Chain:
         """The parts in a row, the layers behind the least depth on condition."""
         from weft.supernet.blocks import Elastic
         from weft.supernet.chain import Chain
 
-        depth = self.size("depth", len(layers), self.depth)
+        depth = self.size("depth", self.count)
         least = Sizes(self.space, depth).values[0][0]
         return Chain(
             Elastic(self.space, "embed", first),
@@ -188,10 +192,9 @@ def gpt2(model: Any, request: ElasticSizes) -> Chain:
     config, body, space = model.config, model.transformer, request.space
     if config.add_cross_attention or (request.eager and config.reorder_and_upcast_attn):
         raise SupernetError("GPT-2 with add_cross_attention or reorder_and_upcast_attn cannot be made elastic")
-    count, own = config.num_hidden_layers, config.hidden_size
-    width = request.size("width", own, request.width)
-    heads = request.layers("heads", config.num_attention_heads, request.heads, count)
-    hidden = request.layers("hidden", body.h[0].mlp.c_fc.nf, request.hidden, count)
+    width = request.size("width", config.hidden_size)
+    heads = request.layers("heads", config.num_attention_heads)
+    hidden = request.layers("hidden", body.h[0].mlp.c_fc.nf)
     norm = partial(LayerNorm, eps=config.layer_norm_epsilon)
     layers = []
     with torch.device("meta"):
@@ -237,13 +240,13 @@ def llama(model: Any, request: ElasticSizes) -> Chain:
             f"the rotary frequencies of kind '{turn.rope_type}' change with the length of the input, which a chain's "
             "cannot: use another rope_type"
         )
-    count, dim = config.num_hidden_layers, body.layers[0].self_attn.head_dim
-    width = request.size("width", config.hidden_size, request.width)
-    heads = request.layers("heads", config.num_attention_heads, request.heads, count)
-    groups = request.layers("kv_heads", config.num_key_value_heads, request.kv_heads, count)
-    hidden = request.layers("hidden", config.intermediate_size, request.hidden, count)
+    dim = body.layers[0].self_attn.head_dim
+    width = request.size("width", config.hidden_size)
+    heads = request.layers("heads", config.num_attention_heads)
+    groups = request.layers("kv_heads", config.num_key_value_heads)
+    hidden = request.layers("hidden", config.intermediate_size)
     frequencies = turn.inv_freq.tolist()
-    turns = [Rotary(dim, frequencies=frequencies, gain=turn.attention_scaling) for _ in range(count)]
+    turns = [Rotary(dim, frequencies=frequencies, gain=turn.attention_scaling) for _ in body.layers]
     norm = partial(RMSNorm, eps=config.rms_norm_eps)
     layers = []
     with torch.device("meta"):
@@ -296,10 +299,9 @@ def vit(model: Any, request: ElasticSizes) -> Chain:
         raise SupernetError(
             f"only square images and patches can be made elastic, not {config.image_size} and {config.patch_size}"
         )
-    count = config.num_hidden_layers
-    width = request.size("width", config.hidden_size, request.width)
-    heads = request.layers("heads", config.num_attention_heads, request.heads, count)
-    hidden = request.layers("hidden", config.intermediate_size, request.hidden, count)
+    width = request.size("width", config.hidden_size)
+    heads = request.layers("heads", config.num_attention_heads)
+    hidden = request.layers("hidden", config.intermediate_size)
     norm = partial(LayerNorm, eps=config.layer_norm_eps)
     drop = config.hidden_dropout_prob
     layers = []

@@ -17,9 +17,7 @@ from weft.elastic.sizes import Probabilities, Sizes
 
 def weight_kernels(weight: Tensor, rank: int) -> ModuleType | None:
     """``triton_weight``, for a weight with factors of a small rank in single precision on a GPU."""
-    if not weight.is_cuda or not _known(weight) or weight.dtype != torch.float32:
-        return None
-    if not _has_triton():
+    if not _can_fuse(weight):
         return None
     from weft.elastic.ops import triton_weight
 
@@ -28,23 +26,17 @@ def weight_kernels(weight: Tensor, rank: int) -> ModuleType | None:
 
 def linear_kernels(weights: Sequence[Tensor], probabilities: Probabilities, sizes: Sizes) -> ModuleType | None:
     """``triton_linear``, for a few weights and combinations of options in single precision on a GPU."""
-    if not weights[0].is_cuda or not all(_known(held) and held.dtype == torch.float32 for held in weights):
-        return None
-    if not _has_triton():
+    if not _can_fuse(*weights, *(held for held in probabilities if held is not None)):
         return None
     from weft.elastic.ops import triton_linear
 
-    in_single = all(held is None or (held.is_cuda and held.dtype == torch.float32) for held in probabilities)
     few = len(weights) <= triton_linear.MOST_LAYERS and sizes.combinations <= triton_linear.MOST_COMBINATIONS
-    return triton_linear if in_single and few else None
+    return triton_linear if few else None
 
 
 def norm_kernels(x: Tensor, weight: Tensor, probabilities: Tensor, widths: Sequence[int]) -> ModuleType | None:
     """``triton_norm``, for few widths and no double precision on a GPU."""
-    tensors = (x, weight, probabilities)
-    if not x.is_cuda or not all(_known(tensor) and tensor.dtype != torch.float64 for tensor in tensors):
-        return None
-    if not _has_triton():
+    if not _can_fuse(x, weight, probabilities, dtypes=(torch.float32, torch.bfloat16, torch.float16)):
         return None
     from weft.elastic.ops import triton_norm
 
@@ -57,9 +49,11 @@ def current_device(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
-def _known(tensor: Tensor) -> bool:
-    # Subclasses (fake tensors, distributed ones) support torch's operations only.
-    return type(tensor) in (Tensor, nn.Parameter)
+def _can_fuse(*tensors: Tensor, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> bool:
+    """Whether these are on a GPU, of one of these types, and plain: subclasses (fake tensors, distributed ones) support
+    torch's operations only."""
+    plain = all(held.is_cuda and held.dtype in dtypes and type(held) in (Tensor, nn.Parameter) for held in tensors)
+    return plain and _has_triton()
 
 
 @cache

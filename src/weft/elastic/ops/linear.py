@@ -137,7 +137,7 @@ def _gradients(
     for index, weight in enumerate(weights):
         span = slice(index * height, (index + 1) * height)
         bias, sums = (None, None) if total is None else (biases[index], total[span])
-        direct, shift, row_part, column_part = gradients(wants, raw[span], weight, bias, *factors, sums, reuse=True)
+        direct, shift, row_part, column_part = gradients(wants, raw[span], weight, bias, *factors, sums)
         of_rows = row_part if of_rows is None or row_part is None else of_rows.add_(row_part)
         of_columns = column_part if of_columns is None or column_part is None else of_columns.add_(column_part)
         results[0].append(direct)
@@ -210,7 +210,7 @@ class _Masked(torch.autograd.Function):
                 raw = torch.mm(outputs.t(), inputs) if same else torch.mm(inputs.t(), outputs).t()
             if bias is not None and (wants[2] or wants[3]):
                 total = outputs.sum(0)
-        return dx, *gradients(wants[1:], raw, weight, bias, rows, columns, total, reuse=True)
+        return dx, *gradients(wants[1:], raw, weight, bias, rows, columns, total)
 
 
 class _Scaled(torch.autograd.Function):

@@ -36,8 +36,8 @@ def mixed_norm(
     Computes in single precision at least.
     """
     fused = norm_kernels(x, weight, probabilities, widths)
-    run: Any = _SegmentedNorm.apply if fused is None else fused.mixed_norm
-    out: Tensor = run(x, weight, bias, probabilities, tuple(widths), eps, centred)
+    form: Any = _SegmentedNorm if fused is None else fused.TritonNorm
+    out: Tensor = form.apply(x, weight, bias, probabilities, tuple(widths), eps, centred)
     return out
 
 

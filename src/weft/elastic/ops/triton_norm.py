@@ -21,21 +21,9 @@ MOST_WIDTHS, MOST_FEATURES = 16, 8192
 _PROGRAMS = 512  # of the backward, at most: each leaves a row of sums
 
 
-def mixed_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    probabilities: Tensor,
-    widths: tuple[int, ...],
-    eps: float,
-    centred: bool,
-) -> Tensor:
-    """As ``ops.norm.mixed_norm``."""
-    out: Tensor = _TritonNorm.apply(x, weight, bias, probabilities, widths, eps, centred)  # type: ignore[no-untyped-call]
-    return out
+class TritonNorm(torch.autograd.Function):
+    """What ``ops.norm.mixed_norm`` applies, of the same arguments."""
 
-
-class _TritonNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

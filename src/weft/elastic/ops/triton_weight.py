@@ -53,15 +53,13 @@ def gradients(
     rows: Tensor,
     columns: Tensor,
     total: Tensor | None = None,
-    reuse: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of weight, bias, rows and columns, as far as wanted, from those of the expected weight (raw) and
-    bias (total); with ``reuse`` raw may be written over."""
+    """The gradients of weight, bias, rows and columns, as far as wanted, from those of the expected weight (raw, which
+    may be written over) and bias (total)."""
     raw, weight, rows, columns = raw.contiguous(), weight.contiguous(), rows.contiguous(), columns.contiguous()
     (rank, height), width = rows.shape, columns.shape[1]
     tall, wide = -(-height // _ROWS), -(-width // _COLUMNS)
-    reuse = reuse and raw.dtype == weight.dtype
-    direct = None if not wants[0] else raw if reuse else torch.empty_like(weight)
+    direct = None if not wants[0] else raw if raw.dtype == weight.dtype else torch.empty_like(weight)
     by_row = rows.new_empty(wide, rank, height) if wants[2] else None
     by_column = rows.new_empty(tall, rank, width) if wants[3] else None
     own = torch.empty_like(rows) if wants[2] else None

@@ -15,36 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from weft.elastic.ops.dispatch import weight_kernels
 
 _PIECE = 1 << 17
 """Entries of a weight that a CPU takes at a time, so that they stay in its cache from one operation to the next."""
-
-
-def expected_weight(weight: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """The expected weight; rows are those of the first dimension, columns all others."""
-    rows, columns = rows.to(weight.dtype), columns.to(weight.dtype)
-    out: Tensor = _ExpectedWeight.apply(weight, rows, columns)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _ExpectedWeight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        ctx.save_for_backward(weight, rows, columns)
-        return expected(weight.flatten(1), None, rows, columns, weight.dtype)[0].view_as(weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        weight, rows, columns = ctx.saved_tensors
-        flat = weight.flatten(1)
-        wants = (ctx.needs_input_grad[0], False, *ctx.needs_input_grad[1:])
-        # The gradient belongs to the graph, so it is not written over.
-        direct, _, of_rows, of_columns = gradients(wants, gradient.reshape(flat.shape), flat, None, rows, columns)
-        return None if direct is None else direct.view_as(weight), of_rows, of_columns
 
 
 def expected(
@@ -76,23 +51,22 @@ def gradients(
     rows: Tensor,
     columns: Tensor,
     total: Tensor | None = None,
-    reuse: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of weight, bias, rows and columns, as far as wanted, from those of the expected weight (raw, laid
-    out as the weight is) and bias (total); with ``reuse`` raw may be written over."""
+    out as the weight is, and may be written over) and bias (total)."""
     fused = None if raw is None else weight_kernels(weight, len(rows))
     turned = _is_turned(weight)
     with exactly(weight.device.type):
         if fused is not None and not turned:
-            return fused.gradients(wants, raw, weight, bias, rows, columns, total, reuse)  # type: ignore[no-any-return]
+            return fused.gradients(wants, raw, weight, bias, rows, columns, total)  # type: ignore[no-any-return]
         direct = of_rows = of_columns = None
         if raw is not None and turned:
             swapped = (wants[0], False, wants[3], wants[2])
-            direct, _, of_columns, of_rows = gradients(swapped, raw.t(), weight.t(), None, columns, rows, None, reuse)
+            direct, _, of_columns, of_rows = gradients(swapped, raw.t(), weight.t(), None, columns, rows)
             direct = None if direct is None else direct.t()
         elif raw is not None:
-            raw, reuse = raw.to(weight.dtype), reuse or raw.dtype != weight.dtype
-            direct = None if not wants[0] else raw if reuse else torch.empty_like(weight)
+            raw = raw.to(weight.dtype)
+            direct = raw if wants[0] else None
             of_rows, of_columns = _by_piece(wants[2:], raw, weight, rows, columns, direct)
         direct_bias = None
         if bias is not None and total is not None:
@@ -132,7 +106,7 @@ def _pieces(weight: Tensor) -> list[slice]:
 def _by_piece(
     wanted: tuple[bool, ...], raw: Tensor, weight: Tensor, rows: Tensor, columns: Tensor, direct: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of rows and columns; the weight's goes into ``direct``, which may be raw itself."""
+    """The gradients of rows and columns; the weight's goes into ``direct``, which is raw itself."""
     pieces = _pieces(weight)
     if not pieces:
         return _of_factors(wanted, raw, weight, rows, columns, direct, None)

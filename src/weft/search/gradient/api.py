@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from weft.data import Data, Loader, as_data
+from weft.data import Batch, Data, Loader, as_data
 from weft.distributed.env import read_env
 from weft.elastic import Mixture, Switch
 from weft.elastic.mixture import choice_options
 from weft.engine.bilevel import Bilevel
 from weft.engine.optimizer import Optimizer
-from weft.engine.train_step import Metric
+from weft.engine.train_step import Loss, Metric
 from weft.errors import SearchError
 from weft.runs.events import Callback
 from weft.search.api import OLD_OPTIONS, check_name, choices_to_json, refuse_options
@@ -24,7 +25,6 @@ from weft.search.api import search as search_run
 from weft.search.cost_model import build_cost_model
 from weft.search.discretize import by_perturbation, candidates, most_probable_subnet
 from weft.search.front import Front, Scored
-from weft.search.gradient.loss import Layout, MixedLoss, MixedMetric, Probabilities
 from weft.search.gradient.methods import (
     PICKS,
     GradientMethod,
@@ -36,7 +36,7 @@ from weft.search.gradient.methods import (
 )
 from weft.search.objectives import parse_objectives
 from weft.search.scorer import Scorer
-from weft.search.targets import Penalty, Target, parse_targets
+from weft.search.targets import Target, parse_targets
 from weft.space import Subnet
 from weft.supernet import Chain, Factory, initialise
 from weft.supernet.mixed_chain import (
@@ -53,6 +53,8 @@ from weft.trainer.config import Execution, RunConfig, TrainConfig, consistencies
 from weft.utils.files import write_json
 
 log = logging.getLogger("weft.search")
+Layout = tuple[tuple[str, int], ...]
+"""Choices in the order of the vector of probabilities, with the number of their options."""
 LARGE = 200_000_000
 """Parameters of a supernet that is not tried out before it trains."""
 
@@ -85,8 +87,6 @@ class GradientSearchConfig:
     """its name, or the method itself"""
     targets: str | Iterable[str] = ()
     """what the subnet must cost, within 2 %: `"parameters=5e6"`, `"flops=1e9"`"""
-    penalties: Sequence[Penalty] = ()
-    """what else the loss of the architecture is to count"""
     architecture: Optimizer | None = None
     """the optimizer of the architecture parameters; as suits the method and the steps if not given"""
     weight_warmup_steps: int | None = None
@@ -138,8 +138,7 @@ def search_gradient(
     if config.architecture_search is not None:
         raise SearchError("a gradient search makes its own architecture_search: leave it out")
     method = make_gradient_method(settings.method) if isinstance(settings.method, str) else settings.method
-    check_search(settings, method, run_config.metrics)
-    check_name(settings.search_name)
+    _check(settings, method)
     started = read_env()
     if started is not None and started.world > 1:  # only the first of them would have the weights in the end
         raise SearchError("gradient search starts the processes of its stages itself: use stages=N and not torchrun")
@@ -150,7 +149,8 @@ def search_gradient(
             f"'{method.name}' finds the architecture on validation data, and this data set has none: "
             "split some off with weft.data.split"
         )
-    if not initialise(net, seed, only=()).space.choices:
+    space = initialise(net, seed, only=()).space
+    if not space.choices:
         raise SearchError(f"'{method.name}' has nothing to search: the supernet has no choices")
     targets = _make_targets(net, loaded, settings.targets, seed, execution.device)
     start = partial(train, execution=execution, callbacks=callbacks, resume=resume)
@@ -158,7 +158,7 @@ def search_gradient(
         trained = start(net, data, _sampled_config(config, method), run=run_config)
         return _by_samples(trained, targets, settings, on_score)
     pick = settings.pick or default_pick(method)
-    if targets or not candidates(initialise(net, seed, only=()).space):
+    if targets or not candidates(space):
         pick = "likeliest"
     steps = config.steps
     warmup = default_warmup(method, steps) if settings.weight_warmup_steps is None else settings.weight_warmup_steps
@@ -180,7 +180,7 @@ def search_gradient(
     total = sum(count for _, count in layout)
     mixed_config = replace(
         config,
-        loss=MixedLoss(config.loss, layout, (*targets, *settings.penalties), repr(method)),
+        loss=MixedLoss(config.loss, layout, targets, repr(method)),
         stream=mixed.space.first(),
         architecture_search=bilevel,
     )
@@ -193,7 +193,7 @@ def search_gradient(
     mixture = trained.chain.mixture()
     plain = _plain(trained, net, config, run_config)
     if pick == "perturbation":
-        subnet = by_perturbation(plain, mixture, settings.penalties)
+        subnet = by_perturbation(plain, mixture)
     else:
         subnet = most_probable_subnet(mixture, targets)
     return replace(_make_result(plain, subnet, mixture, settings, method.name, layout), pick=pick)
@@ -305,29 +305,70 @@ def _make_result(
     return GradientSearchResult(trained, subnet, scores, mixture, front)
 
 
-def check_search(settings: GradientSearchConfig, method: GradientMethod | SampledMethod, metrics: object) -> None:
-    """Raises SearchError for settings of the wrong kind, before anything is built."""
+def _check(settings: GradientSearchConfig, method: GradientMethod | SampledMethod) -> None:
+    """Raises SearchError for settings that do not go together, before anything is built."""
+    check_name(settings.search_name)
     if not isinstance(method, (GradientMethod, SampledMethod)):
         raise SearchError(f"method is a name such as 'drnas', or a method itself, not {method!r}")
-    warmup, pick, targets = settings.weight_warmup_steps, settings.pick, settings.targets
+    warmup, pick = settings.weight_warmup_steps, settings.pick
     if warmup is not None and (not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0):
         raise SearchError(f"weight_warmup_steps is a whole number of 0 or more, not {warmup!r}")
-    if pick == "missed":
-        raise SearchError("pick 'missed' is called 'perturbation' now")
     if pick is not None and pick not in PICKS:
         raise SearchError(f"pick is {' or '.join(map(repr, PICKS))}, not {pick!r}")
     if pick is not None and isinstance(method, SampledMethod):
         raise SearchError(f"'{method.name}' learns no mixture to pick from: leave pick out")
-    if pick == "perturbation" and targets:
+    if pick == "perturbation" and settings.targets:
         raise SearchError("pick 'perturbation' ignores what a subnet costs: use 'likeliest' with targets")
-    if not isinstance(metrics, Mapping) or not all(callable(metric) for metric in metrics.values()):
-        raise SearchError(f'metrics are functions by name, such as {{"accuracy": weft.accuracy}}, not {metrics!r}')
-    texts = [targets] if isinstance(targets, str) else targets
-    if not isinstance(texts, Iterable) or not all(isinstance(text, str) for text in texts):
-        raise SearchError(f"targets are texts such as 'parameters=5e6', not {targets!r}")
-    if not all(isinstance(one, Penalty) for one in settings.penalties):
-        raise SearchError(f"penalties are of weft.search.Penalty, not {settings.penalties!r}")
-    if settings.architecture is not None and not isinstance(settings.architecture, Optimizer):
-        raise SearchError(
-            f"architecture is an optimizer such as weft.Optimizer('adam', lr=0.01), not {settings.architecture!r}"
-        )
+
+
+# The loss and the metrics of a mixed supernet, whose outputs are followed by the probabilities of all choices.
+
+
+def outputs_of(seen: tuple[Tensor, ...]) -> Any:
+    """The outputs of the network itself."""
+    return seen[0] if len(seen) == 2 else seen[:-1]
+
+
+def mixture_of(layout: Layout, vector: Tensor) -> Mixture:
+    """The mixture of a vector of probabilities."""
+    parts = torch.split(vector, [count for _, count in layout])
+    return Mixture.unchecked(None, {name: part for (name, _), part in zip(layout, parts, strict=True)})
+
+
+@dataclass(frozen=True)
+class MixedLoss:
+    """The user's loss plus a penalty for expected costs that are off their targets."""
+
+    loss: Loss
+    layout: Layout
+    targets: Sequence[Target] = ()
+    method: str = ""
+    """The method that makes the probabilities: part of the manifest, so that a run is not resumed with another."""
+
+    def __call__(self, seen: tuple[Tensor, ...], batch: Batch) -> Tensor:
+        loss = self.loss(outputs_of(seen), batch)
+        if self.targets and seen[-1].requires_grad:  # only steps that train the architecture
+            mixture = mixture_of(self.layout, seen[-1])
+            for target in self.targets:
+                loss = loss + target.penalty(mixture).to(loss.dtype)
+        return loss
+
+
+@dataclass(frozen=True)
+class MixedMetric:
+    """A metric of the network's outputs."""
+
+    metric: Metric
+
+    def __call__(self, seen: tuple[Tensor, ...], batch: Batch) -> tuple[Tensor, float]:
+        return self.metric(outputs_of(seen), batch)
+
+
+@dataclass(frozen=True)
+class Probabilities:
+    """The probabilities of a step, for the log."""
+
+    size: int
+
+    def __call__(self, seen: tuple[Tensor, ...], batch: Batch) -> tuple[Tensor, float]:
+        return seen[-1].detach(), 1.0

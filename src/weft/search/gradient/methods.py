@@ -67,48 +67,27 @@ def default_pick(method: GradientMethod) -> str:
     return str(pick)
 
 
-@runtime_checkable
-class SampledMethod(Protocol):
+@dataclass(frozen=True, slots=True)
+class SampledMethod:
     """A way to train discrete subnets, of which evolution then finds the best."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def stream(self) -> str: ...
-
-    @property
-    def microbatches(self) -> int | None: ...
-
-    @property
-    def distils(self) -> bool:
-        """Whether the largest subnet of a step teaches the others."""
-        ...
+    name: str
+    stream: str
+    microbatches: int | None = None
+    """Those of a step, if each is one subnet; else the configuration says how many there are."""
+    distils: bool = False
+    """Whether the largest subnet of a step teaches the others."""
 
 
 def make_gradient_method(name: str) -> GradientMethod | SampledMethod:
     """The method of this name with its default settings."""
-
-    made: dict[str, GradientMethod | SampledMethod] = {
-        "darts": Darts(),
-        "darts2": Darts(order=2),
-        "drnas": DrNAS(),
-        "gdas": GDAS(),
-        "pc-darts": Darts(name="pc-darts"),
-        "spos": SPOS(),
-        "fairnas": FairNAS(),
-        "sandwich": SandwichRule(),
-    }
     if name in METHODS:
         raise SearchError(
             f"'{name}' searches a trained run: call weft.search(weft.train(build, data, ...), method=\"{name}\")"
         )
-    if name not in made:
-        raise SearchError(f"unknown gradient method '{name}'{nearest(name, made)}")
-    return made[name]
-
-
-GRADIENT_METHODS = ("darts", "darts2", "drnas", "gdas", "pc-darts", "spos", "fairnas", "sandwich")
+    if name not in _METHODS:
+        raise SearchError(f"unknown gradient method '{name}'{nearest(name, _METHODS)}")
+    return _METHODS[name]
 
 
 # DrNAS (Chen et al., 2021): probabilities are drawn from a Dirichlet distribution whose concentration is learned.
@@ -176,47 +155,18 @@ class Darts:
         return torch.softmax(alpha, 0)
 
 
-# The sandwich rule (Yu et al., 2019): every step trains the largest subnet, the smallest and some random ones.
-
-
-@dataclass(frozen=True, slots=True)
-class SandwichRule:
-    """``random`` subnets, the largest and the smallest, as micro-batches of one step; the largest teaches."""
-
-    random: int = 2
-    name: str = "sandwich"
-    distils: bool = True
-
-    @property
-    def stream(self) -> str:
-        return f"sandwich:{self.random}"
-
-    @property
-    def microbatches(self) -> int | None:
-        return 2 + self.random
-
-
-# FairNAS-style sampling (Chu et al., 2021): options of a choice are trained equally often, in weft's spaced order.
-
-
-@dataclass(frozen=True, slots=True)
-class FairNAS:
-    """A spaced stream: strictly fair, and free of conflicts between steps that follow each other."""
-
-    name: str = "fairnas"
-    stream: str = "spaced"
-    microbatches: int | None = None
-    distils: bool = False
-
-
-# SPOS (Guo et al., 2020): every step trains one subnet, drawn uniformly.
-
-
-@dataclass(frozen=True, slots=True)
-class SPOS:
-    """A uniform stream; the subnet is found by evolution afterwards."""
-
-    name: str = "spos"
-    stream: str = "iid"
-    microbatches: int | None = None
-    distils: bool = False
+_METHODS: dict[str, GradientMethod | SampledMethod] = {
+    "darts": Darts(),
+    "darts2": Darts(order=2),
+    "drnas": DrNAS(),
+    "gdas": GDAS(),
+    "pc-darts": Darts(name="pc-darts"),
+    # SPOS (Guo et al., 2020): every step trains one subnet, drawn uniformly.
+    "spos": SampledMethod("spos", "iid"),
+    # FairNAS-style sampling (Chu et al., 2021): options of a choice are trained equally often, in weft's spaced order.
+    "fairnas": SampledMethod("fairnas", "spaced"),
+    # The sandwich rule (Yu et al., 2019): every step trains the largest subnet, which teaches, the smallest and two
+    # random ones, as its micro-batches.
+    "sandwich": SampledMethod("sandwich", "sandwich:2", microbatches=4, distils=True),
+}
+GRADIENT_METHODS = tuple(_METHODS)
