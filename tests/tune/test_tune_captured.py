@@ -25,7 +25,14 @@ from weft.nn.state import ModuleState
 from weft.tune.fit.peaks import step_memory
 from weft.tune.jobs import Fit
 from weft.tune.recipe import TrialConfig
-from weft.tune.training.cuda_graphs import MAX_GRAPHS, MIN_STEPS, WARM_UP_STEPS, GraphedStep, empty_aligned_like
+from weft.tune.training.cuda_graphs import (
+    MAX_GRAPHS,
+    MIN_STEPS,
+    WARM_UP_STEPS,
+    GraphedStep,
+    can_capture,
+    empty_aligned_like,
+)
 from weft.tune.training.memory_limit import OutOfMemory
 from weft.tune.training.trainer import Result
 from weft.utils.rng import host
@@ -59,7 +66,9 @@ def recorded() -> Iterator[list[Standin]]:
     """The recorders that trainings within the block are given."""
     found: list[Standin] = []
 
-    def recorder(device: torch.device) -> Standin:
+    def recorder(device: torch.device, config: TrialConfig, left: int, memory: int | None) -> Standin | None:
+        if not can_capture(config, left, memory):
+            return None
         found.append(Standin())
         return found[-1]
 
