@@ -336,11 +336,3 @@ def test_a_captured_trial_is_given_the_memory_of_its_graphs() -> None:
     short, plain = replace(one, steps=MIN_STEPS - 1), replace(one, cuda_graphs=False)
     assert needed(one) > needed(short) == needed(plain)
     assert needed(one, "recompute") == needed(plain, "recompute")
-
-
-def test_the_largest_micro_batch_is_the_largest_that_fits() -> None:
-    found = step_memory(config(mlp, batch_size=512), "whole", "h200", accumulate=True)
-    room = found.bytes_at(200)
-    largest = found.largest(room)
-    assert largest >= 200
-    assert found.bytes_at(largest) <= room < found.bytes_at(largest + 1)

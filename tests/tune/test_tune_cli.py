@@ -89,23 +89,16 @@ def test_a_mistake_in_a_config_is_told_in_one_line(change: dict[str, Any], words
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (["--recipe.optimizer=lion"], "lion"),
-        (["--study.threads=0"], "threads=0"),
-    ],
-)
 def test_what_would_fail_every_trial_is_told_in_one_line_before_anything_runs(
-    weft_command: Weft, tmp_path: Path, settings: list[str], words: str
+    weft_command: Weft, tmp_path: Path
 ) -> None:
     (tmp_path / "s.toml").write_text(
         'supernet = "digits-mlp"\n[study]\nmaximize = "accuracy"\ntrials = 2\n'
         "[space]\nlr = {low = 1e-4, high = 1e-1, log = true}\n[recipe]\nsteps = 10\n"
     )
-    code, out, err = weft_command("tune", "s.toml", *settings)
+    code, out, err = weft_command("tune", "s.toml", "--recipe.optimizer=lion")
     assert (code, out) == (2, "")
-    assert words in err
+    assert "lion" in err
     assert len(err.strip().splitlines()) == 1
     assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())
 

@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import objectives
 import optuna
 import pytest
+from trials import until
 
 import weft
 from weft.runs import Events
@@ -85,7 +84,7 @@ def test_a_study_whose_driver_is_killed_goes_on_as_if_nothing_had_been(tmp_path:
     def ended() -> list[int]:
         return [event["trials"][0] for event in events.read() if event["event"] == "ended"]
 
-    _until(lambda: len(ended()) >= 2 or driver.poll() is not None)
+    until(lambda: len(ended()) >= 2 or driver.poll() is not None)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     finished = ended()
@@ -137,7 +136,7 @@ def test_ctrl_c_leaves_a_study_that_can_be_resumed(tmp_path: Path) -> None:
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     here = tmp_path / "runs" / "s" / "trials" / "0" / "here"
-    _until(lambda: here.exists() or first.poll() is not None)
+    until(lambda: here.exists() or first.poll() is not None)
     first.send_signal(signal.SIGINT)
     out, err = first.communicate(timeout=60)
     assert (first.returncode, out) == (130, "")
@@ -150,10 +149,3 @@ def test_ctrl_c_leaves_a_study_that_can_be_resumed(tmp_path: Path) -> None:
     assert second.returncode == 0, second.stderr
     found = json.loads(second.stdout)
     assert [one["state"] for one in found["trials"]] == ["complete", "complete"]
-
-
-def _until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)

@@ -16,6 +16,7 @@ from typing import Any
 
 import objectives
 import pytest
+from trials import until
 
 from weft.errors import TuneError
 from weft.tune.executors import Device, Job, StudySpec
@@ -109,7 +110,7 @@ def test_a_worker_that_keeps_memory_of_its_device_is_replaced(run: Run, executor
         assert executor.poll(0.2) == []  # it is replaced once it says that it is idle
         return bool(run("pid")[1].values != last.values)
 
-    _until(replaced)
+    until(replaced)
 
 
 def test_what_a_trial_prints_is_kept_in_its_directory(run: Run, tmp_path: Path) -> None:
@@ -138,7 +139,7 @@ def test_a_trial_that_hangs_ends_at_its_limit_with_what_it_started(run: Run, tmp
     _, end = run("starting", timeout=1.0)
     assert end.state == "timeout"
     assert "limit of 1 s" in end.error
-    _until(lambda: not _lives(int((tmp_path / "trials" / "3" / "started").read_text())), 10.0)
+    until(lambda: not _lives(int((tmp_path / "trials" / "3" / "started").read_text())), 10.0)
 
 
 def test_a_process_that_leads_no_group_is_ended_alone() -> None:
@@ -157,7 +158,7 @@ def _sleeping(line: Any) -> None:
 def test_a_job_that_is_stopped_reports_no_more_and_its_process_is_gone(executor: LocalExecutor, tmp_path: Path) -> None:
     executor.start(Job("stop", (3,), ({"what": "slow", "x": 1.0},), None, (0,), None, str(tmp_path)))
     here = tmp_path / "trials" / "3" / "here"
-    _until(lambda: executor.poll(0.1) == [] and here.exists() and here.read_text() != "")
+    until(lambda: executor.poll(0.1) == [] and here.exists() and here.read_text() != "")
     executor.stop("stop")
     assert executor.poll(0.1) == []
     assert not _lives(int(here.read_text()))
@@ -184,12 +185,12 @@ def test_no_worker_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
     driver = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "OMP_NUM_THREADS": "1"})
     here = tmp_path / "trials" / "0" / "here"
     try:
-        _until(lambda: here.exists() and here.read_text() != "")
+        until(lambda: here.exists() and here.read_text() != "")
         worker = int(here.read_text())
     finally:
         driver.send_signal(signal.SIGKILL)
         driver.wait()
-    _until(lambda: not _lives(worker))
+    until(lambda: not _lives(worker))
 
 
 def _lives(pid: int) -> bool:
@@ -197,10 +198,3 @@ def _lives(pid: int) -> bool:
         return "zombie" not in Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def _until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)

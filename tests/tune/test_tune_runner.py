@@ -96,15 +96,10 @@ def run(
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     found, _ = run(tmp_path_factory.mktemp("one"), "parabola", devices=1)
+    assert [one[0] for one in found] == list(range(9))
+    assert {one[2] for one in found} == {"complete", "pruned"}
+    assert all(values == ((params["x"] - 0.3) ** 2,) for _, params, state, values, _ in found if state == "complete")
     return found
-
-
-def test_an_undisturbed_study_completes_some_trials_and_prunes_others(undisturbed: list[Any]) -> None:
-    assert [one[0] for one in undisturbed] == list(range(9))
-    assert {one[2] for one in undisturbed} == {"complete", "pruned"}
-    for _, params, state, values, _ in undisturbed:
-        if state == "complete":
-            assert values == ((params["x"] - 0.3) ** 2,)
 
 
 @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -372,9 +367,7 @@ def _space() -> weft.Space:
         ({"devices": [Device("meta", None)]}, "trials do not run on 'meta'"),
         ({"enqueue": [{"y": 0.5}]}, "unknown name 'y'"),
         ({"threads": 0}, "threads=0"),
-        ({"sampler": {"name": "tpe", "n_startup_trials": "x"}}, "a whole number, not 'x'"),
         ({"objective": lambda trial: 0.0}, "trials run in processes of their own"),
-        ({"objective": Recipe(model=hidden, data=objectives.few, objectives=("v",))}, "no metric is called 'v'"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(
