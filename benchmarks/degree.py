@@ -37,7 +37,7 @@ from weft.plan.runtime import ParallelModule
 from weft.plan.runtime.p2p import StageP2P
 from weft.plan.runtime.redistribute import MeshCollectives
 from weft.tune.fit.fit import fit
-from weft.tune.fit.loss_model import LossModule, example_batch
+from weft.tune.fit.peaks import LossModule, example_batch
 from weft.tune.jobs import Fit
 from weft.tune.recipe import TrialConfig, trial_config
 from weft.tune.training.distributed import train_split

@@ -48,8 +48,8 @@ from weft.tune.devices import CONTROL
 from weft.tune.recipe import trial_config
 from weft.tune.training.cuda_graphs import MIN_STEPS
 from weft.tune.training.memory_limit import OutOfMemory
+from weft.tune.training.run_job import Trial
 from weft.tune.training.trainer import train
-from weft.tune.trial import Trial
 from weft.utils.units import parse_bytes
 
 WAYS = (

@@ -130,25 +130,25 @@ from torch import nn
 import weft
 
 SOURCE = str(Path(weft.__file__).parent) + os.sep
-entered, counting, seen = set(), False, []
+entered, seen = set(), []
 
 
 def look(frame, event, argument):
-    if counting and event == "call" and frame.f_code.co_filename.startswith(SOURCE):
+    if event == "call" and frame.f_code.co_filename.startswith(SOURCE):
         entered.add(frame.f_code.co_filename.removeprefix(SOURCE))
 
 
 def count(trials, name):
     """Note which files are entered from the second trial to the third."""
-    global counting
-    counting = trials == 2
-    if trials == 3:
+    if trials == 2:
+        sys.setprofile(look)
+    elif trials == 3:
+        sys.setprofile(None)
         Path(os.environ["WALK"], name).write_text(json.dumps(sorted(entered)))
 
 
 def build(params):
     if "WEFT_TRIAL" in os.environ:
-        sys.setprofile(look)
         seen.extend([] if params["lr"] in seen else [params["lr"]])
         count(len(seen), "worker.json")
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
@@ -163,12 +163,9 @@ if __name__ == "__main__":
 
     space = weft.Space()
     space.real("lr", 0.0, 1.0)
-    recipe = weft.tune.Recipe(model=build, data=weft.data.digits, steps=4, report_every=2)
-    sys.setprofile(look)
-    weft.tune(
-        recipe, space, trials=4, max_concurrent=1, devices=["cpu=64MiB"], folder=os.environ["WALK"], callback=watch
-    )
-    sys.setprofile(None)
+    recipe = weft.tune.Recipe(model=build, data=weft.data.digits, steps=2, report_every=1)
+    asked = {"max_concurrent": 1, "devices": ["cpu=64MiB"], "folder": os.environ["WALK"]}
+    weft.tune(recipe, space, trials=3, callback=watch, **asked)
 '''
 
 

@@ -59,7 +59,10 @@ def known(own: Any, all_: Any, timed: bool) -> Any:
 
 def throughput(own: Any) -> Any:
     made = first(
-        "weft.tune.packing.throughput:ThroughputModel", "weft.tune.packing:ThroughputModel", "weft.tune.sharing:Sharing"
+        "weft.tune.packing.pool:ThroughputModel",
+        "weft.tune.packing.throughput:ThroughputModel",
+        "weft.tune.packing:ThroughputModel",
+        "weft.tune.sharing:Sharing",
     )
     try:
         return made(ramp=2)

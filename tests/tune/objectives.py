@@ -64,11 +64,6 @@ def doomed(trial: Trial) -> float:
     return 0.0
 
 
-def hanging(trial: Trial) -> float:
-    time.sleep(1000)
-    return 0.0
-
-
 def starting(trial: Trial) -> float:
     """A process of its own, and then hangs."""
     started = subprocess.Popen(["sleep", "77"])
@@ -134,10 +129,6 @@ def printing(trial: Trial) -> float:
     print("to the file")
     os.write(2, b"even so\n")
     return 1.0
-
-
-def two(trial: Trial) -> dict[str, float]:
-    return {"size": float(trial["x"]), "loss": 1.0 - float(trial["x"])}
 
 
 def perceptron(params: Mapping[str, Any]) -> nn.Module:

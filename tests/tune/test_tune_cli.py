@@ -44,7 +44,7 @@ def weft_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_the_example_runs_prints_json_and_goes_on_where_it_ended(weft_command: Weft, tmp_path: Path) -> None:
     config = str(shutil.copy(EXAMPLE, tmp_path / "digits.toml"))
     shutil.copy(EXAMPLE.with_name("tuned_net.py"), tmp_path)
-    short = ["--recipe.steps=20", "--recipe.report_every=10", "--study.max_concurrent=2", "--study.jobs_per_device=1"]
+    short = ["--recipe.steps=6", "--recipe.report_every=3", "--study.max_concurrent=2", "--study.jobs_per_device=1"]
     code, out, err = weft_command("tune", config, *short, "--study.trials=2", "--json")
     assert code == 0, err
     first = json.loads(out)
@@ -89,23 +89,16 @@ def test_a_mistake_in_a_config_is_told_in_one_line(change: dict[str, Any], words
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (["--recipe.optimizer=lion"], "lion"),
-        (["--study.threads=0"], "threads=0"),
-    ],
-)
 def test_what_would_fail_every_trial_is_told_in_one_line_before_anything_runs(
-    weft_command: Weft, tmp_path: Path, settings: list[str], words: str
+    weft_command: Weft, tmp_path: Path
 ) -> None:
     (tmp_path / "s.toml").write_text(
         'supernet = "digits-mlp"\n[study]\nmaximize = "accuracy"\ntrials = 2\n'
         "[space]\nlr = {low = 1e-4, high = 1e-1, log = true}\n[recipe]\nsteps = 10\n"
     )
-    code, out, err = weft_command("tune", "s.toml", *settings)
+    code, out, err = weft_command("tune", "s.toml", "--recipe.optimizer=lion")
     assert (code, out) == (2, "")
-    assert words in err
+    assert "lion" in err
     assert len(err.strip().splitlines()) == 1
     assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())
 
@@ -197,6 +190,5 @@ def test_a_supernet_puts_its_choices_before_the_others_and_a_trial_is_its_subnet
         assert one.keys() == again.keys()
         assert all(torch.equal(one[name], again[name]) for name in one)
         assert any(not torch.equal(one[name], other[name]) for name in one)
-    assert weights(picks[0], 1).keys() != weights(picks[1], 1).keys() or any(
-        a.shape != b.shape for a, b in zip(weights(picks[0], 1).values(), weights(picks[1], 1).values(), strict=True)
-    )
+    first, last = ({name: one.shape for name, one in weights(params, 1).items()} for params in picks)
+    assert first != last

@@ -17,7 +17,7 @@ import weft
 from weft.runs import Events
 from weft.tune.executors import StudySpec
 from weft.tune.executors.ray import MEMORY, RayExecutor
-from weft.tune.progress import StudyProgress
+from weft.tune.jobs import StudyProgress
 
 
 @pytest.fixture

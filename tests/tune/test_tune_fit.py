@@ -85,12 +85,9 @@ def test_a_batch_is_left_whole_or_cut_into_as_few_equal_parts_as_fit() -> None:
 
 
 def test_less_memory_never_gives_a_larger_micro_batch() -> None:
-    whole = needed(candidate())
-    sizes = []
-    for share in (1.2, 0.9, 0.8, 0.7, 0.6, 0.5):
-        found = fit(candidate(), 1, int(whole * share), "cpu")
-        if found.strategy in ("whole", "accumulate"):
-            sizes.append(found.micro_batch)
+    made = candidate()
+    fits = [fit(made, 1, int(needed(made) * share), "cpu") for share in (1.2, 0.9, 0.8, 0.7, 0.6)]
+    sizes = [found.micro_batch for found in fits if found.strategy in ("whole", "accumulate")]
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) > 2
 
@@ -283,13 +280,6 @@ def test_complex_weights_have_an_optimizer_that_takes_them() -> None:
     assert [fit(made, 1, 2**30, kind).strategy for kind in ("cpu", "h200")] == ["whole", "whole"]
 
 
-def test_a_candidate_that_fits_nowhere_is_refused_with_the_figures() -> None:
-    with pytest.raises(
-        TuneError, match=r"fits nowhere, with 1 device of 64.0 KiB: .*whole batch, 64 samples, it takes"
-    ):
-        fit(candidate(), 1, 64 * KIB, "cpu")
-
-
 def test_batch_norms_forbid_micro_batches_unless_asked_for() -> None:
     made = candidate(lambda params: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), build(params)))
     memory = int(needed(made) * 0.8)
@@ -298,11 +288,10 @@ def test_batch_norms_forbid_micro_batches_unless_asked_for() -> None:
     assert fit(replace(made, microbatch_batchnorm=True), 1, memory, "cpu").strategy == "accumulate"
 
 
-def test_a_split_candidate_with_batch_norms_has_one_micro_batch_unless_asked_for() -> None:
+def test_a_split_candidate_with_batch_norms_has_one_micro_batch() -> None:
     made, memory = heavy_candidate(lambda: nn.BatchNorm1d(192))
     found = fit(made, 4, int(memory * 0.85), "cpu")
     assert (found.strategy, found.microbatches, found.micro_batch) == ("split", 1, BATCH)
-    assert fit(replace(made, microbatch_batchnorm=True), 4, int(memory * 0.85), "cpu").microbatches > 1
     with pytest.raises(TuneError, match=r"over 2 devices, where batch norm '1' forbids micro-batches: no plan fits"):
         fit(made, 2, int(memory * 0.75), "cpu")
 

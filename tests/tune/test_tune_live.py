@@ -8,7 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from weft.tune import Device, StudyResult
-from weft.tune.progress import LiveTable, StudyProgress, TrialProgress, render, summary
+from weft.tune.jobs import StudyProgress, TrialProgress
+from weft.tune.progress import LiveTable, render, summary
 from weft.tune.study.storage import TrialRecord
 
 
@@ -35,13 +36,9 @@ def text(*printed: object) -> str:
 
 def test_the_board_knows_the_best_trial_what_is_on_a_device_and_where_the_time_went() -> None:
     made = board()
-    best = made.best()
-    assert best is not None
-    assert best.number == 1
+    assert made.best() is made.trials[1]
     made.directions = ("maximize",)
-    best = made.best()
-    assert best is not None
-    assert best.number == 0
+    assert made.best() is made.trials[0]
     assert made.used(0) == (1, 2 * 2**30)
     assert made.used(1) == (0, 0)
     assert made.time_breakdown() == {"running": 6.0, "waiting": 1.0, "starting": 0.5}
@@ -63,18 +60,10 @@ def test_the_summary_names_the_best_trials_what_mattered_and_the_shares_of_time(
     records = [
         TrialRecord(n, {"x": 0.5 * n, "k": "a"}, "complete", (value,)) for n, value in enumerate((3.0, 1.0, 2.0))
     ]
-    found = StudyResult(
-        "s",
-        Path("runs/s"),
-        "sqlite:///s.db",
-        ("loss",),
-        ("minimize",),
-        [*records, TrialRecord(3, {"x": 0.0, "k": "a"}, "failed")],
-        [records[1]],
-        {"x": 0.75, "k": 0.25},
-        {"running": 6.0, "waiting": 2.0, "starting": 0.0},
-        5.0,
-    )
+    trials = [*records, TrialRecord(3, {"x": 0.0, "k": "a"}, "failed")]
+    shares, times = {"x": 0.75, "k": 0.25}, {"running": 6.0, "waiting": 2.0, "starting": 0.0}
+    study = ("s", Path("runs/s"), "sqlite:///s.db", ("loss",), ("minimize",))
+    found = StudyResult(*study, trials, [records[1]], shares, times, 5.0)
     console = Console(file=io.StringIO(), width=160, force_terminal=False)
     summary(console, found)
     printed = console.file.getvalue()  # type: ignore[attr-defined]

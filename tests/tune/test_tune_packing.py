@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.tune.fit.fit import Requirements
+from weft.tune.fit.estimator import Requirements
 from weft.tune.jobs import Device, Fit, PendingJob
-from weft.tune.packing.dispatcher import Dispatcher, job_spec
-from weft.tune.packing.packer import Packer
-from weft.tune.packing.pool import DeviceCapacity, JobSpec
-from weft.tune.packing.throughput import JobRate, ThroughputModel
+from weft.tune.packing.packer import Dispatcher, Packer, job_spec
+from weft.tune.packing.pool import DeviceCapacity, JobRate, JobSpec, ThroughputModel
 
 
 def two(memory: int = 10, reserve: int = 0) -> Packer:

@@ -16,7 +16,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 
 from weft.errors import SpaceError, TuneError
 from weft.space import Categorical, Floats, Integers, Space
-from weft.tune.study.definition import check_space
+from weft.tune.study.definition import Definition, check_space
 from weft.tune.study.optuna import complete_params, distribution, distributions, parse_spec, suggest
 from weft.tune.study.sampler import propose, remaining_grid_points
 from weft.tune.study.storage import TrialRecord, visible
@@ -52,18 +52,12 @@ def mixed() -> Space:
 SPACE = mixed()
 
 
+def definition(space: Space, sampler: Any, seed: int = 0, directions: Any = ("minimize",)) -> Definition:
+    return Definition(space, directions, seed, WINDOW + 1, parse_spec("sampler", sampler), parse_spec("pruner", None))
+
+
 def ask(records: list[TrialRecord], sampler: Any, directions: Any = ("minimize",), seed: int = 0) -> TrialRecord:
-    number = len(records)
-    got = propose(
-        SPACE,
-        records,
-        number,
-        max_concurrent=WINDOW + 1,
-        directions=directions,
-        sampler=parse_spec("sampler", sampler),
-        seed=seed,
-    )
-    return TrialRecord(number, got.params, "running", attrs=got.attrs)
+    return propose(definition(SPACE, sampler, seed, directions), records, len(records))
 
 
 def history(
@@ -138,7 +132,7 @@ def test_the_grid_tries_every_valid_pick_once_and_then_has_none_left(seed: int, 
     space.real("momentum", 0.0, 1.0, when=kind == "sgd")
     width, depth = space.integer("width", 1, 3), space.integer("depth", 1, 3)
     space.require(width * depth < 9)
-    sampler = parse_spec("sampler", {"name": "grid", "points": points})
+    grid = definition(space, {"name": "grid", "points": points}, seed)
     expected = [
         {"kind": kind_, **rest, "width": w, "depth": d}
         for kind_ in ("sgd", "adam")
@@ -148,23 +142,18 @@ def test_the_grid_tries_every_valid_pick_once_and_then_has_none_left(seed: int, 
         if w * d < 9
     ]
     records: list[TrialRecord] = []
-    while remaining_grid_points(space, records, sampler, seed):
-        got = propose(
-            space, records, len(records), max_concurrent=3, directions=("minimize",), sampler=sampler, seed=seed
-        )
-        records.append(TrialRecord(len(records), got.params, "failed"))
+    while remaining_grid_points(grid, records):
+        records.append(replace(propose(grid, records, len(records)), state="failed"))
     by = lambda params: sorted(params.items())  # noqa: E731
     assert sorted((dict(one.params) for one in records), key=by) == sorted(expected, key=by)  # type: ignore[arg-type]
     with pytest.raises(TuneError, match="every point of the grid"):
-        propose(space, records, len(records), max_concurrent=3, directions=("minimize",), sampler=sampler, seed=seed)
+        propose(grid, records, len(records))
 
 
 def test_a_constraint_that_is_almost_never_met_is_met() -> None:
     space = Space()
     space.require(space.integer("a", 1, 100) + space.integer("b", 1, 100) == 200)
-    got = propose(
-        space, [], 0, max_concurrent=1, directions=("minimize",), sampler=parse_spec("sampler", "random"), seed=0
-    )
+    got = propose(definition(space, "random"), [], 0)
     assert got.params == {"a": 100, "b": 100}
 
 

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.space import Space
+from weft.tune.study.definition import Definition
 from weft.tune.study.optuna import parse_spec
-from weft.tune.study.pruner import TrialPruner, replay_reports
+from weft.tune.study.pruner import TrialPruner
 from weft.tune.study.storage import TrialRecord
 
 MEDIAN = {"name": "median", "n_startup_trials": 3}
@@ -26,9 +28,9 @@ SIGNS = {"minimize": 1.0, "maximize": -1.0}
 
 
 def judge(records: list[TrialRecord], pruner: Any, directions: Any = ("minimize",), window: int = 0) -> TrialPruner:
-    return TrialPruner(
-        records, len(records), max_concurrent=window + 1, directions=directions, pruner=parse_spec("pruner", pruner)
-    )
+    sampler = parse_spec("sampler", "random")
+    definition = Definition(Space(), directions, 0, window + 1, sampler, parse_spec("pruner", pruner))
+    return TrialPruner(definition, records, len(records))
 
 
 def curves(*trials: list[Any], pruner: Any = None, directions: Any = ("minimize",)) -> list[TrialRecord]:
@@ -96,11 +98,13 @@ def test_a_judge_that_is_built_anew_decides_alike_and_directions_are_mirror_imag
     for step, value in enumerate(trials[-1]):
         own.report(step, (value,))
     reports = {step: (value,) for step, value in reversed(list(enumerate(trials[-1])))}
-    again = replay_reports(judge(past, PRUNERS[name]), reports)
+    again = judge(past, PRUNERS[name])
+    again.replay(reports)
     assert (again.decisions, repr(again.state)) == (own.decisions, repr(own.state))
     turned = curves(*[[-v for v in one] for one in trials[:-1]], pruner=PRUNERS[name], directions=("maximize",))
     assert [(one.state, list(one.reports)) for one in turned] == [(one.state, list(one.reports)) for one in past]
-    other = replay_reports(judge(turned, PRUNERS[name], ("maximize",)), {s: (-v[0],) for s, v in reports.items()})
+    other = judge(turned, PRUNERS[name], ("maximize",))
+    other.replay({s: (-v[0],) for s, v in reports.items()})
     assert other.decisions == own.decisions
     if name == "none":
         assert not any(own.decisions.values())

@@ -21,7 +21,8 @@ import pytest
 
 from weft.errors import TuneError
 from weft.space import Space
-from weft.tune.study.storage import TrialRecord, default_url
+from weft.tune.study.definition import define
+from weft.tune.study.storage import Direction, TrialRecord, default_url
 from weft.tune.study.study import Study
 
 PASSWORD = "s3cret-word"
@@ -37,18 +38,10 @@ def small() -> Space:
 
 
 def opened(url: str, resume: bool = False, trials: int = 8, objectives: int = 1) -> Study:
-    return Study.open(
-        "digits",
-        small(),
-        directions=("minimize", "maximize")[:objectives],  # type: ignore[arg-type]
-        seed=3,
-        max_concurrent=3,
-        trials=trials,
-        sampler={"name": "tpe", "n_startup_trials": 2},
-        pruner={"name": "median", "n_startup_trials": 1},
-        storage=url,
-        resume=resume,
-    )
+    directions: tuple[Direction, ...] = ("minimize", "maximize")
+    sampler, pruner = {"name": "tpe", "n_startup_trials": 2}, {"name": "median", "n_startup_trials": 1}
+    definition = define(small(), directions[:objectives], seed=3, max_concurrent=3, sampler=sampler, pruner=pruner)
+    return Study.open("digits", definition, trials=trials, storage=url, resume=resume)
 
 
 def play(study: Study, seed: int, upto: int = 1000) -> list[TrialRecord]:

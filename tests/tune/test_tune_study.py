@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from weft.errors import SpaceError, TuneError
 from weft.space import Space
+from weft.tune.study.definition import define
 from weft.tune.study.storage import TrialRecord
 from weft.tune.study.study import Study
 
@@ -42,25 +43,13 @@ def small(high: float = 1e-1, most: float = 0.2) -> Space:
     return space
 
 
-def options(**changed: Any) -> dict[str, Any]:
-    return {
-        "directions": ("minimize",),
-        "seed": 7,
-        "max_concurrent": WINDOW + 1,
-        "trials": 9,
-        "sampler": "random",
-        "pruner": ASHA,
-        **changed,
-    }
-
-
 @pytest.fixture(scope="module")
 def empty() -> Iterator[Path]:
     """A database with its tables, to be copied: they take longest to make. In memory where that is a folder."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         path = Path(folder) / "empty.db"
-        Study.open("other", small(), **options(), storage=f"sqlite:///{path}").close()
+        opened(f"sqlite:///{path}", name="other").close()
         yield path
 
 
@@ -74,8 +63,12 @@ def fresh(empty: Path) -> str:
     return f"sqlite:///{shutil.copy(empty, Path(folder) / 'study.db')}"
 
 
-def opened(url: str, resume: bool = False, **changed: Any) -> Study:
-    return Study.open("digits", small(), **options(**changed), storage=url, resume=resume)
+def opened(
+    url: str, resume: bool = False, name: str = "digits", space: Space | None = None, trials: int = 9, **changed: Any
+) -> Study:
+    given: dict[str, Any] = {"directions": ("minimize",), "seed": 7, "max_concurrent": WINDOW + 1}
+    definition = define(space or small(), **given | {"sampler": "random", "pruner": ASHA} | changed)
+    return Study.open(name, definition, trials=trials, storage=url, resume=resume)
 
 
 def result(number: int, params: Any, step: int, objectives: int, bump: dict[int, float]) -> tuple[float, ...]:
@@ -323,8 +316,14 @@ def test_two_studies_of_one_name_are_refused_with_how_far_the_first_came(url: st
     with pytest.raises(TuneError, match=r"'digits' exists in sqlite:.*1 of 2 trials ended.*--resume"):
         opened(url)
     with pytest.raises(TuneError, match="no study 'other name' to resume"):
-        Study.open("other name", small(), **options(), storage=url, resume=True)
-    Study.open("other name", small(), **options(), storage=url).close()
+        opened(url, resume=True, name="other name")
+    opened(url, name="other name").close()
+
+
+def with_another_choice() -> Space:
+    space = small()
+    space.integer("extra", 1, 2)
+    return space
 
 
 @pytest.mark.parametrize(
@@ -334,10 +333,10 @@ def test_two_studies_of_one_name_are_refused_with_how_far_the_first_came(url: st
         ({"max_concurrent": 6}, "its max_concurrent changed from 3 to 6"),
         ({"directions": ("maximize",)}, "its directions changed from minimize to maximize"),
         ({"sampler": "tpe"}, "its sampler changed from random to tpe"),
-        (
-            {"pruner": {**ASHA, "reduction_factor": 3}},
-            "its pruner .* min_resource=1 reduction_factor=2 to asha .*factor=3",
-        ),
+        ({"pruner": {**ASHA, "reduction_factor": 3}}, "its pruner .* reduction_factor=2 to asha .*factor=3"),
+        ({"space": small(high=0.5)}, r"'lr' of its space changed from floats .* high=0.1 .* to floats .* high=0.5"),
+        ({"space": with_another_choice()}, "its space did not have 'extra'"),
+        ({"space": small(most=0.3)}, "the constraints of its space changed"),
     ],
 )
 def test_a_study_that_is_defined_otherwise_is_not_resumed(url: str, changed: dict[str, Any], said: str) -> None:
@@ -348,28 +347,9 @@ def test_a_study_that_is_defined_otherwise_is_not_resumed(url: str, changed: dic
         assert study.goal == 99
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("wider", r"'lr' of its space changed from floats low=0.001 high=0.1 .* to floats low=0.001 high=0.5"),
-        ("more", "its space did not have 'extra'"),
-        ("freer", "the constraints of its space changed"),
-    ],
-)
-def test_a_study_of_another_space_is_not_resumed_and_the_choice_is_named(url: str, change: str, said: str) -> None:
-    opened(url).close()
-    space = small(high=0.5 if change == "wider" else 0.1, most=0.3 if change == "freer" else 0.2)
-    if change == "more":
-        space.integer("extra", 1, 2)
-    with pytest.raises(TuneError, match=said):
-        Study.open("digits", space, **options(), storage=url, resume=True)
-
-
-def test_a_study_that_cannot_be_is_refused_with_its_reason(url: str) -> None:
+def test_cmaes_is_refused_for_two_objectives(url: str) -> None:
     with pytest.raises(TuneError, match="takes one objective, not 2"):
         opened(url, sampler="cmaes", directions=("minimize", "minimize"))
-    with pytest.raises(TuneError, match="no choices"):
-        Study.open("digits", Space(), **options(), storage=url)
 
 
 def test_a_definition_of_format_1_which_has_a_window_is_read(url: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -99,3 +100,11 @@ def run_fused(
 def saved(folder: Path, step: int | None = None) -> Mapping[str, Tensor]:
     """The tensors of a trial's checkpoint."""
     return Checkpoints(folder / "checkpoints").load(step).tensors
+
+
+def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Waits until something is true."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)

@@ -16,11 +16,10 @@ from weft.runs.run import Run, unique_name
 from weft.space import Space, Value
 from weft.tune.config import StudyConfig, StudyExecution, check_resume, describe, merge_fields, resume_contract
 from weft.tune.devices import parse_devices, share_gpus
-from weft.tune.executors.processes import IN_TRIAL
-from weft.tune.jobs import Executor
-from weft.tune.progress import LiveTable, StudyProgress
+from weft.tune.executors.worker import IN_TRIAL
+from weft.tune.jobs import Executor, StudyProgress
+from weft.tune.progress import LiveTable, StudyResult
 from weft.tune.recipe import FIELDS, OLD_CHOICES, Recipe, refuse_old_names, trial_config
-from weft.tune.result import StudyResult
 from weft.tune.runner import StudyRunner
 from weft.tune.study.storage import default_url, shown_url
 from weft.tune.training.run_job import Objective, StudySpec
@@ -92,6 +91,7 @@ def run_study(
     config.memory_of(objective)
     spec = StudySpec(objective, names, config.seed)
     name = unique_name("study") if name is None else name
+    from weft.tune.study.definition import define
     from weft.tune.study.study import Study
 
     with ExitStack() as stack:
@@ -106,19 +106,8 @@ def run_study(
         study = None
         try:
             url = storage or default_url(run.path)
-            study = Study.open(
-                name,
-                space,
-                directions=directions,
-                seed=config.seed,
-                max_concurrent=config.max_concurrent,
-                trials=config.trials,
-                sampler=config.sampler,
-                pruner=config.pruner,
-                objectives=names,
-                storage=url,
-                resume=resume,
-            )
+            definition = define(space, directions, config.seed, config.max_concurrent, config.sampler, config.pruner)
+            study = Study.open(name, definition, trials=config.trials, storage=url, objectives=names, resume=resume)
             stack.callback(study.close)
             if resume:
                 check_resume(name, run.manifest.get("study"), contract)
@@ -139,7 +128,11 @@ def run_study(
             space=space.id,
         )
         try:
-            return _run(study, executor, spec, config, execution, run, callbacks, shown_url(url))
+            progress = StudyProgress(name, config.trials, names, directions)
+            path, events = run.path.resolve(), run.events
+            events.drop_from(0)  # the end of an earlier run is not the end
+            runner = StudyRunner(study, executor, spec, config, execution, path, events, progress, callbacks)
+            return _run(study, runner, run, shown_url(url))
         except Exception:
             begun = (run.path / "trials").exists() or any(record.ended for record in study.trials())
             if not resume and not begun:
@@ -147,26 +140,14 @@ def run_study(
             raise
 
 
-def _run(
-    study: Study,
-    executor: Executor,
-    spec: StudySpec,
-    config: StudyConfig,
-    execution: StudyExecution,
-    run: Run,
-    callbacks: Sequence[Callback],
-    storage: str,
-) -> StudyResult:
-    began = time.perf_counter()
-    progress = StudyProgress(study.name, config.trials, spec.objectives, study.definition.directions)
-    run.events.drop_from(0)  # the end of an earlier run is not the end
+def _run(study: Study, runner: StudyRunner, run: Run, storage: str) -> StudyResult:
+    began, progress = time.perf_counter(), runner.progress
     ended, space = [record for record in study.trials() if record.ended], study.definition.space.to_json()
-    run.events.append("started", trials=[], at=len(ended), steps=config.trials, space=space)
+    run.events.append("started", trials=[], at=len(ended), steps=progress.total, space=space)
     logged = {number for event in run.events.read() if event["event"] == "ended" for number in event["trials"]}
     for record in ended:
         if record.number not in logged:  # the process was killed between the storage and the log
             run.events.append("ended", trials=[record.number], state=record.state, values=record.values, **record.info)
-    runner = StudyRunner(study, executor, spec, config, execution, run.path.resolve(), run.events, progress, callbacks)
     try:
         runner.run()
     except KeyboardInterrupt:
@@ -175,7 +156,7 @@ def _run(
     except BaseException as problem:
         run.events.append("failed", reason=f"{type(problem).__name__}: {problem}")
         raise
-    run.events.append("finished", steps=config.trials)
+    run.events.append("finished", steps=progress.total)
     result = StudyResult(
         study.name,
         run.path,
@@ -194,7 +175,8 @@ def _run(
 
 def directed(objective: Objective, config: StudyConfig) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     """The objectives in the order of their values, with the direction of each."""
-    up, down = names_of(config.maximize), names_of(config.minimize)
+    given = (config.maximize, config.minimize)
+    up, down = ((names,) if isinstance(names, str) else tuple(names) for names in given)
     if not up and not down and isinstance(objective, Recipe) and objective.objectives == ("loss",):
         down = ("loss",)
     directions = {**dict.fromkeys(up, "maximize"), **dict.fromkeys(down, "minimize")}
@@ -212,11 +194,6 @@ def directed(objective: Objective, config: StudyConfig) -> tuple[tuple[str, ...]
     if not callable(objective) and not isinstance(objective, Recipe):
         raise TuneError(f"an objective is a Recipe or a function of a trial, not a {type(objective).__name__}")
     return names, tuple(directions[one] for one in names)
-
-
-def names_of(given: str | Iterable[str]) -> tuple[str, ...]:
-    """One name or several, of objectives."""
-    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def check_recipe(recipe: Recipe, space: Space) -> None:

@@ -19,7 +19,7 @@ from weft.tune.jobs import Device
 from weft.utils.units import parse_bytes
 
 GPU = "h200"
-"""The kind of a GPU that has no constants of its own."""
+"""Whose constants are taken for a GPU that has none of its own: the largest workspaces that are known."""
 
 
 def local_devices() -> list[Device]:
@@ -81,8 +81,6 @@ def kind(devices: Sequence[Device]) -> str:
     """Of which kind they are, for estimates: ``cpu``, or the name of a GPU whose constants are known."""
     import torch
 
-    from weft.hardware.gpus import KERNELS
-
     if any(device.name == "cpu" for device in devices):
         return "cpu"
     named = torch.cuda.get_device_name(0).lower() if torch.cuda.is_available() else ""
@@ -136,9 +134,9 @@ PIPE, LOG = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 _log = logging.getLogger("weft.tune")
 
 
-def is_on(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a control process listens where this environment says."""
-    return Path(environment.get(PIPE, "/tmp/nvidia-mps"), "control").exists()
+def is_on() -> bool:
+    """Whether a control process listens where the environment says."""
+    return Path(os.environ.get(PIPE, "/tmp/nvidia-mps"), "control").exists()
 
 
 @contextmanager
@@ -151,24 +149,21 @@ def share_gpus(wanted: str = "auto", control: str = CONTROL) -> Iterator[bool]:
     """
     if wanted not in ("auto", "on", "off"):
         raise TuneError(f"mps is auto, on or off, not '{wanted}'")
-    before = {name: os.environ.get(name) for name in (PIPE, LOG)}
-    started = None
+    before, started = {name: os.environ.get(name) for name in (PIPE, LOG)}, False
     with tempfile.TemporaryDirectory(prefix="weft-mps-") as folder:
         try:
             if wanted == "off":
                 os.environ[PIPE] = os.environ[LOG] = folder  # nothing listens there
-                yield False
-            elif is_on():
-                yield True
-            else:
-                started = _start(folder, control)
-                if started is not None and wanted == "on":
-                    raise TuneError(f"MPS cannot be started: {started}; install {control}, or leave mps on auto")
-                if started is not None:
-                    _log.info("GPUs are shared in turns, without MPS: %s", started)
-                yield started is None
+            elif not is_on():
+                problem = _start(folder, control)
+                started = problem is None
+                if problem is not None and wanted == "on":
+                    raise TuneError(f"MPS cannot be started: {problem}; install {control}, or leave mps on auto")
+                if problem is not None:
+                    _log.info("GPUs are shared in turns, without MPS: %s", problem)
+            yield started or is_on()
         finally:
-            if wanted != "off" and os.environ.get(PIPE) == folder:
+            if started:
                 _stop(control)
             for name, value in before.items():
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})

@@ -1,9 +1,11 @@
-"""Jobs: what an executor is asked to run and what it reports, as values with a JSON form; and its interface."""
+"""Jobs: what an executor is asked to run and what it reports, as values with a JSON form; its interface; and what is
+known of each trial while its study runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
@@ -11,7 +13,7 @@ import msgspec
 from weft.errors import TuneError
 
 if TYPE_CHECKING:
-    from weft.tune.fit.fit import Requirements
+    from weft.tune.fit.estimator import Requirements
 
 FitStrategy = Literal["whole", "accumulate", "recompute", "split", "offload"]
 
@@ -170,12 +172,11 @@ class PendingJob:
         assert self.job is not None
         return self.job
 
-    def likeness(self) -> dict[str, Any]:
-        """Whose memory its own is corrected by: trials of its architecture, as many as train as one."""
-        if not self.needs.architecture_key:
-            return {"shape": None, "family": None}
+    def likeness(self) -> tuple[str, str]:
+        """The shape and the family by which estimates are corrected: by trials of its architecture, as many as train
+        as one, and by those that train as it does."""
         family = "split" if self.needs.devices > 1 else "alone" if self.fused == 1 else "fused"
-        return {"shape": f"{self.needs.architecture_key} x{self.fused}", "family": family}
+        return f"{self.needs.architecture_key} x{self.fused}", family
 
     def estimate(self) -> int | None:
         """Bytes of each device that it should take, also where it has its devices to itself."""
@@ -187,13 +188,83 @@ class PendingJob:
         return ", ".join(map(str, sorted(self.trials)))
 
 
+# The progress itself, trial by trial and device by device.
+
+OPEN = ("waiting", "starting", "running")
+
+
+@dataclass(slots=True)
+class TrialProgress:
+    """One trial. Times are in seconds of this run of the study."""
+
+    number: int
+    params: Mapping[str, Any]
+    state: str = "waiting"
+    device: str = ""
+    places: tuple[int, ...] = ()
+    """Indices of its devices."""
+    memory: int | None = None
+    """Bytes that were estimated, and reserved for it."""
+    peak: int | None = None
+    """Bytes that it took at its peak."""
+    step: int | None = None
+    values: tuple[float, ...] | None = None
+    attempts: int = 0
+    reason: str = ""
+    """The last line of its error."""
+    proposed: float = field(default_factory=time.monotonic)
+    started: float = 0.0
+    waited: float = 0.0
+    starting: float = 0.0
+    ran: float = 0.0
+
+    def add_time(self, seconds: float | None) -> None:
+        """Add the time of an attempt that is over; None: how long it ran is not known."""
+        taken = time.monotonic() - self.started
+        self.ran += taken if seconds is None else min(seconds, taken)
+        self.starting += 0.0 if seconds is None else max(0.0, taken - seconds)
+
+
+@dataclass(slots=True)
+class StudyProgress:
+    """Written by the runner alone."""
+
+    name: str
+    total: int
+    """Number of trials."""
+    objectives: tuple[str, ...]
+    directions: tuple[str, ...]
+    devices: Sequence[Device] = ()
+    trials: dict[int, TrialProgress] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+
+    def count(self, *states: str) -> int:
+        return sum(row.state in states for row in self.trials.values())
+
+    def best(self) -> TrialProgress | None:
+        """The complete trial with the best value of the first objective."""
+        done = [row for row in self.trials.values() if row.state == "complete" and row.values]
+        sign = -1.0 if self.directions[0] == "maximize" else 1.0
+        return min(done, key=lambda row: (sign * (row.values or (0.0,))[0], row.number), default=None)
+
+    def used(self, index: int) -> tuple[int, int]:
+        """The trials on a device, and the bytes that are reserved for them."""
+        here = [row for row in self.trials.values() if row.state in OPEN[1:] and index in row.places]
+        return len(here), sum(row.memory or 0 for row in here)
+
+    def time_breakdown(self) -> dict[str, float]:
+        """Where the time of all trials went, in seconds."""
+        rows = self.trials.values()
+        return {
+            "running": sum(row.ran for row in rows),
+            "waiting": sum(row.waited for row in rows),
+            "starting": sum(row.starting for row in rows),
+        }
+
+
 # The JSON form of jobs and events, in which processes send them.
 
 _EVENTS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in (Reported, Ended, Lost)}
-
-
-def job_to_json(job: Job) -> dict[str, Any]:
-    return asdict(job)
 
 
 def job_from_json(message: dict[str, Any]) -> Job:

@@ -1,10 +1,11 @@
-"""The progress of a study as values, as a live table on a terminal, and a summary at its end."""
+"""The result of a study as values, its summary, and a live table of its progress on a terminal."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,12 +15,75 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from weft.tune.jobs import Device
-from weft.tune.result import StudyResult
+from weft.errors import TuneError
+from weft.tune.jobs import OPEN, StudyProgress, TrialProgress
+from weft.tune.study.storage import TrialRecord
 from weft.utils.units import format_bytes
 
 ROWS = 16
 _STYLES = {"running": "cyan", "starting": "cyan", "complete": "green", "pruned": "yellow", "failed": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class StudyResult:
+    """A study that has ended, as values; its storage, which optuna-dashboard opens, holds the same."""
+
+    name: str
+    path: Path
+    storage: str
+    """Without a password."""
+    objectives: tuple[str, ...]
+    directions: tuple[str, ...]
+    trials: Sequence[TrialRecord]
+    """By number."""
+    best_trials: Sequence[TrialRecord]
+    """The best trial, or with several objectives all that no other beats; none where no trial is complete."""
+    importances: Mapping[str, float]
+    """Of the first objective."""
+    time_breakdown: Mapping[str, float]
+    """Seconds of this run of the study, added up over trials: running, waiting, starting."""
+    seconds: float
+    """That this run of the study took."""
+
+    @property
+    def best(self) -> TrialRecord:
+        """The complete trial that is best by the first objective; TuneError where there is none."""
+        if not self.best_trials:
+            failed = sum(record.state == "failed" for record in self.trials)
+            raise TuneError(
+                f"no trial of '{self.name}' is complete ({failed} of {len(self.trials)} failed): the info of a trial "
+                "says why"
+            )
+        return min(self.best_trials, key=self.order)
+
+    def order(self, record: TrialRecord) -> tuple[float, int]:
+        """Sorts complete trials by the first objective, the best first."""
+        first = (record.values or (0.0,))[0]
+        return -first if self.directions[0] == "maximize" else first, record.number
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, as ``weft tune --json`` prints them."""
+        return {
+            "study": self.name,
+            "path": str(self.path),
+            "storage": self.storage,
+            "objectives": dict(zip(self.objectives, self.directions, strict=True)),
+            "best": [self._to_json(record) for record in self.best_trials],
+            "trials": [self._to_json(record) for record in self.trials],
+            "importances": dict(self.importances),
+            "time": dict(self.time_breakdown),
+            "seconds": self.seconds,
+        }
+
+    def _to_json(self, record: TrialRecord) -> dict[str, Any]:
+        values = None if record.values is None else dict(zip(self.objectives, record.values, strict=False))
+        return {
+            "number": record.number,
+            "state": record.state,
+            "params": dict(record.params),
+            "values": values,
+            "notes": dict(record.info),
+        }
 
 
 class LiveTable:
@@ -103,14 +167,10 @@ def _cells(row: TrialProgress, objectives: int) -> list[str]:
 def summary(console: Console, found: StudyResult, most: int = 5) -> None:
     """The best trials, the importance of each choice, and where the time went."""
     table = Table("trial", *found.objectives, "values", title=f"study {found.name}", title_justify="left")
-    for record in sorted(found.best_trials, key=lambda one: _order(found, one.values))[:most] or ():
+    several = len(found.objectives) > 1
+    shown = found.best_trials if several else [one for one in found.trials if one.state == "complete"]
+    for record in sorted(shown, key=found.order)[:most]:
         table.add_row(str(record.number), *(f"{value:.6g}" for value in record.values or ()), _params(record.params))
-    others = [one for one in found.trials if one.state == "complete" and one not in found.best_trials]
-    if len(found.objectives) == 1:
-        for record in sorted(others, key=lambda one: _order(found, one.values))[: most - 1]:
-            table.add_row(
-                str(record.number), *(f"{value:.6g}" for value in record.values or ()), _params(record.params)
-            )
     console.print(table)
     counts = {state: sum(one.state == state for one in found.trials) for state in ("complete", "pruned", "failed")}
     console.print(", ".join(f"{count} {state}" for state, count in counts.items() if count) or "no trials")
@@ -119,93 +179,13 @@ def summary(console: Console, found: StudyResult, most: int = 5) -> None:
         console.print(f"what mattered for {found.objectives[0]}: {shares}", soft_wrap=True)
     total = sum(found.time_breakdown.values())
     if total > 0:
-        shares = ", ".join(
-            f"{name} {spent:.1f} s ({spent / total:.0%})" for name, spent in found.time_breakdown.items()
-        )
+        times = found.time_breakdown.items()
+        shares = ", ".join(f"{name} {spent:.1f} s ({spent / total:.0%})" for name, spent in times)
         console.print(f"where the time of the trials went: {shares}; {found.seconds:.1f} s in all", soft_wrap=True)
     console.print(f"kept in {found.path}; optuna-dashboard {found.storage}", soft_wrap=True)
-
-
-def _order(found: StudyResult, values: tuple[float, ...] | None) -> float:
-    first = (values or (0.0,))[0]
-    return -first if found.directions[0] == "maximize" else first
 
 
 def _params(params: Mapping[str, Any]) -> str:
     return " ".join(
         f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in params.items()
     )
-
-
-# The progress itself, trial by trial and device by device.
-
-OPEN = ("waiting", "starting", "running")
-
-
-@dataclass(slots=True)
-class TrialProgress:
-    """One trial. Times are in seconds of this run of the study."""
-
-    number: int
-    params: Mapping[str, Any]
-    state: str = "waiting"
-    device: str = ""
-    places: tuple[int, ...] = ()
-    """Indices of its devices."""
-    memory: int | None = None
-    """Bytes that were estimated, and reserved for it."""
-    peak: int | None = None
-    """Bytes that it took at its peak."""
-    step: int | None = None
-    values: tuple[float, ...] | None = None
-    attempts: int = 0
-    reason: str = ""
-    """The last line of its error."""
-    proposed: float = field(default_factory=time.monotonic)
-    started: float = 0.0
-    waited: float = 0.0
-    starting: float = 0.0
-    ran: float = 0.0
-
-    def add_time(self, seconds: float | None) -> None:
-        """Add the time of an attempt that is over; None: how long it ran is not known."""
-        taken = time.monotonic() - self.started
-        self.ran += taken if seconds is None else min(seconds, taken)
-        self.starting += 0.0 if seconds is None else max(0.0, taken - seconds)
-
-
-@dataclass(slots=True)
-class StudyProgress:
-    """Written by the runner alone."""
-
-    name: str
-    total: int
-    """Number of trials."""
-    objectives: tuple[str, ...]
-    directions: tuple[str, ...]
-    devices: Sequence[Device] = ()
-    trials: dict[int, TrialProgress] = field(default_factory=dict)
-    began: float = field(default_factory=time.monotonic)
-
-    def count(self, *states: str) -> int:
-        return sum(row.state in states for row in self.trials.values())
-
-    def best(self) -> TrialProgress | None:
-        """The complete trial with the best value of the first objective."""
-        done = [row for row in self.trials.values() if row.state == "complete" and row.values]
-        sign = -1.0 if self.directions[0] == "maximize" else 1.0
-        return min(done, key=lambda row: (sign * (row.values or (0.0,))[0], row.number), default=None)
-
-    def used(self, index: int) -> tuple[int, int]:
-        """The trials on a device, and the bytes that are reserved for them."""
-        here = [row for row in self.trials.values() if row.state in OPEN[1:] and index in row.places]
-        return len(here), sum(row.memory or 0 for row in here)
-
-    def time_breakdown(self) -> dict[str, float]:
-        """Where the time of all trials went, in seconds."""
-        rows = self.trials.values()
-        return {
-            "running": sum(row.ran for row in rows),
-            "waiting": sum(row.waited for row in rows),
-            "starting": sum(row.starting for row in rows),
-        }

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache, wraps
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from weft.data import Batch, Data, Source, Subset, Tensors, Text, as_data
+from weft.data import Batch, Data, Loader, Source, Subset, Tensors, Text, as_data
 from weft.engine.losses import cross_entropy
 from weft.engine.optimizer import LayerOptimizer, Optimizer, Schedule, make_schedule
 from weft.engine.train_step import Loss, Metric
 from weft.errors import TrainError, TuneError, nearest
 from weft.space import Value
+from weft.trainer.evaluate import Scores
 from weft.utils.rng import fork_rng, torch_seeded
 from weft.zoo.gpt import CausalAttention
 
-R = TypeVar("R")
 FIELDS = (
     *("steps", "batch_size", "optimizer", "lr_schedule", "warmup_steps"),
     *("precision", "report_every", "checkpoint_every", "seed"),
@@ -30,6 +30,10 @@ OPTIONS = ("lr", "weight_decay", "momentum")
 """Options of the optimizer that a choice of the same name replaces."""
 TARGETS = ("label", "targets", "y")
 """Entries of a batch that are not the model's input unless the recipe says so."""
+
+
+_newest: list[tuple[object, Data]] = []
+"""The newest data set, with what it was made of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +62,10 @@ class TrialConfig:
 
     def data(self) -> Data:
         """The data set; one that is made by a function is kept for the next trial of the process."""
-        try:
-            return _made(self.source)
-        except TypeError:  # what cannot be hashed cannot be remembered
-            return _fresh(self.source)
+        if not _newest or _newest[0][0] is not self.source:
+            with fork_rng("data"), torch_seeded("data"):  # the same in each process: all of its trials share it
+                _newest[:] = [(self.source, as_data(self.source))]
+        return _newest[0][1]
 
     def bare(self) -> nn.Module:
         """The module, its weights drawn from wherever torch draws now: for who needs shapes alone. What it draws from
@@ -93,6 +97,21 @@ class TrialConfig:
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """A block in which forwards compute in the trial's precision."""
         return torch.autocast(device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
+
+    def scores(self) -> Scores:
+        """Of the objectives alone."""
+        metrics = {name: metric for name, metric in self.metrics.items() if name in self.objectives}
+        return Scores(self.loss if "loss" in self.objectives else None, metrics)
+
+    def evaluate(self, model: nn.Module, source: Source, size: int, device: torch.device) -> tuple[float, ...]:
+        """The objectives in order, from batches of at most so many samples; the model is on the device already."""
+        found, loader = self.scores(), Loader(source, size, 0, shuffle=False, device=device)
+        with torch.no_grad(), evaluation_mode(model), closing(loader.all()) as batches:
+            for batch in batches:
+                with self.autocast(device):
+                    found.add(model(*self.enter(batch)), batch)
+        means = found.means()
+        return tuple(means[name] for name in self.objectives)
 
     def describe(self) -> dict[str, Any]:
         """What must be equal for a checkpoint to be of this trial, as plain values."""
@@ -130,6 +149,18 @@ def trial_config(recipe: Recipe, params: Mapping[str, Value]) -> TrialConfig:
     }
     same = {entry.name for entry in fields(TrialConfig)} - given.keys()
     return TrialConfig(**given, **{name: getattr(recipe, name) for name in same})
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Within the block, the model is in evaluation mode; afterwards every part is in the mode that it was in."""
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 def dropouts(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -182,19 +213,6 @@ def _blame(own: Mapping[str, Value], params: Mapping[str, Value]) -> str:
     return f" (chosen: {', '.join(f'{name} = {value!r}' for name, value in chosen.items())})" if chosen else ""
 
 
-@lru_cache(maxsize=1)
-def _made(source: Any) -> Data:
-    try:
-        return _fresh(source)
-    except TypeError as problem:  # not to be taken for a source that cannot be hashed
-        raise TuneError(f"the recipe's data cannot be had: {problem}") from problem
-
-
-def _fresh(source: Any) -> Data:
-    with fork_rng("data"), torch_seeded("data"):  # the same in each process: all of its trials share it
-        return as_data(source)
-
-
 CONTINUOUS = ("lr", "weight_decay", "momentum", "dropout", "seed")
 """Names of choices that change no shape: trials that differ in these alone can be fused."""
 
@@ -220,20 +238,6 @@ def refuse_old_names(names: Iterable[str]) -> None:
             raise TuneError(f"'{name}' of a recipe is called '{OLD_FIELDS[name]}' now")
 
 
-def _with_old_names_refused(cls: type[R]) -> type[R]:
-    """The class, whose old field names raise a TuneError with the new ones."""
-    init = cls.__init__
-
-    @wraps(init)
-    def checked(self: R, **fields: Any) -> None:
-        refuse_old_names(fields)
-        init(self, **fields)
-
-    cls.__init__ = checked  # type: ignore[assignment, method-assign]
-    return cls
-
-
-@_with_old_names_refused
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What every trial of a study trains. ``model(params)`` builds the module of a trial from its values, those of
@@ -280,6 +284,18 @@ class Recipe:
     cuda_graphs: bool = True
     """whether steps become CUDA graphs on a GPU; no result depends on it. Switch it off for a model or a loss whose
     steps depend on a global variable"""
+
+
+_init = Recipe.__init__
+
+
+@wraps(_init)
+def _refusing_old_names(recipe: Recipe, **given: Any) -> None:
+    refuse_old_names(given)
+    _init(recipe, **given)
+
+
+Recipe.__init__ = _refusing_old_names  # type: ignore[assignment, method-assign]
 
 
 # Data that a trial keeps on its device, since it is small.

@@ -14,12 +14,27 @@ from weft.errors import SpaceError
 from weft.runs.events import Events
 from weft.tune.config import StudyConfig, StudyExecution
 from weft.tune.devices import kind, most_together, nominal
-from weft.tune.fit.correction import MemoryCorrection
-from weft.tune.fit.estimator import DeviceClass, EstimatorPool, Infeasible
-from weft.tune.fit.fit import Requirements, architecture_key, fusion_groups
-from weft.tune.jobs import Ended, Event, Executor, Job, Lost, PendingJob, Reported
-from weft.tune.packing.dispatcher import Dispatcher
-from weft.tune.progress import StudyProgress, TrialProgress
+from weft.tune.fit.estimator import (
+    DeviceClass,
+    EstimatorPool,
+    Infeasible,
+    MemoryCorrection,
+    Requirements,
+    architecture_key,
+    fusion_groups,
+)
+from weft.tune.jobs import (
+    Ended,
+    Event,
+    Executor,
+    Job,
+    Lost,
+    PendingJob,
+    Reported,
+    StudyProgress,
+    TrialProgress,
+)
+from weft.tune.packing.packer import Dispatcher
 from weft.tune.recipe import Recipe
 from weft.tune.study.optuna import with_derived
 from weft.tune.training.run_job import StudySpec
@@ -116,16 +131,14 @@ class StudyRunner:
         try:
             self._unestimated[number] = with_derived(self.study.definition.space, params)
         except SpaceError as problem:  # such as a division by 0
-            self._end(number, "failed", None, {"error": str(problem), "refused": True})
+            self._refuse(number, str(problem))
             return
         self._estimators.ask(number, self._unestimated[number])
 
     def _add_estimate(self, number: int, found: Requirements | Infeasible) -> None:
         if isinstance(found, Infeasible):
             del self._unestimated[number]
-            before = self._refitted.pop(number, None)
-            info = {} if before is None else self._info(before, None)
-            self._end(number, "failed", None, {**info, "error": found.reason, "refused": True})
+            self._refuse(number, found.reason, self._refitted.pop(number, None))
             return
         self.progress.trials[number].memory = found.memory
         self._estimated[number] = (self._unestimated.pop(number), found)
@@ -150,9 +163,7 @@ class StudyRunner:
             for numbers in fusion_groups(needs, self._nominal):
                 trials = {number: self._estimated.pop(number)[0] for number in numbers}
                 # Where some have no momentum or dropout, fused trials take what those with it do.
-                pending = PendingJob(
-                    trials, max((needs[number] for number in numbers), key=lambda one: one.memory or 0)
-                )
+                pending = PendingJob(trials, max((needs[n] for n in numbers), key=lambda one: one.memory or 0))
                 if (before := self._refitted.pop(numbers[0], None)) is not None:
                     pending.attempts, pending.crashes, pending.exclusive = before.attempts, before.crashes, True
                 self._wait(pending)
@@ -162,10 +173,12 @@ class StudyRunner:
         pending.id = f"{first}-{pending.attempts}-{self._token}"
         pending.job, pending.last_report = None, None
         if not pending.exclusive and pending.needs.memory is not None:
-            estimate = pending.needs.memory_of(len(pending.trials))
-            pending.memory = max(pending.min_memory, self._correction.apply(estimate, **pending.likeness()))
-            if self._is_recipe and not self._dispatcher.has_room_for(pending.memory):
-                pending.memory = None  # a device by itself has room for what was fitted to it
+            pending.memory = pending.needs.memory_of(len(pending.trials))
+            if self._is_recipe:
+                corrected = self._correction.apply(pending.memory, *pending.likeness())
+                pending.memory = max(pending.min_memory, corrected)
+                if not self._dispatcher.has_room_for(pending.memory):
+                    pending.memory = None  # a device by itself has room for what was fitted to it
         for number in pending.trials:
             trial = self.progress.trials[number]
             trial.state, trial.memory, trial.places, trial.device = "waiting", pending.memory or trial.memory, (), ""
@@ -175,11 +188,9 @@ class StudyRunner:
     def _start_jobs(self) -> None:
         for id in self._dispatcher.impossible(self._waiting):
             pending = self._waiting.pop(id)
-            error = (
-                f"it needs {pending.needs.devices} devices of one machine with {pending.memory} bytes each: none has"
-            )
-            for number in list(pending.trials):
-                self._end(number, "failed", None, {"error": error, "refused": True})
+            for number in pending.trials:
+                needed = f"{pending.needs.devices} devices of one machine with {pending.memory} bytes each"
+                self._refuse(number, f"it needs {needed}: none has")
         for id, devices in self._dispatcher.admit(self._waiting):
             self._start(self._waiting.pop(id), devices)
 
@@ -187,16 +198,10 @@ class StudyRunner:
         now = time.monotonic()
         pending.attempts += 1
         numbers = tuple(sorted(pending.trials))
-        job = pending.job = Job(
-            pending.id,
-            numbers,
-            tuple(pending.trials[number] for number in numbers),
-            pending.needs.fit,
-            indices,
-            self._nominal if pending.takes_whole_device and self._is_recipe else pending.memory,
-            str(self.path),
-            self.execution.timeout,
-        )
+        params = tuple(pending.trials[number] for number in numbers)
+        memory = self._nominal if pending.takes_whole_device and self._is_recipe else pending.memory
+        fit, folder, timeout = pending.needs.fit, str(self.path), self.execution.timeout
+        job = pending.job = Job(pending.id, numbers, params, fit, indices, memory, folder, timeout)
         self._running[pending.id] = pending
         devices = [self._dispatcher.devices[index] for index in indices]
         names = " ".join(device.name for device in devices)
@@ -239,10 +244,9 @@ class StudyRunner:
     def _ended(self, pending: PendingJob, event: Ended) -> None:
         trial = self.progress.trials[event.trial]
         trial.peak = event.peak
-        if pending.needs.memory is not None and event.peak and event.state in ("complete", "pruned"):
-            estimate = pending.needs.memory_of(pending.fused)
-            self._correction.on_finished(estimate, event.peak, **pending.likeness())
         state = event.state if event.state in ("complete", "pruned") else "failed"
+        if self._is_recipe and pending.needs.memory is not None and event.peak and state != "failed":
+            self._correction.on_finished(pending.needs.memory_of(pending.fused), event.peak, *pending.likeness())
         trial.add_time(event.seconds)
         pending.trials.pop(event.trial, None)
         info = {**self._info(pending, event), **({"error": event.error} if event.error else {})}
@@ -261,7 +265,7 @@ class StudyRunner:
         retries = self.execution.max_retries
         if pending.crashes > retries:
             error = f"{event.reason}; it was tried {pending.attempts} times, and {retries} retries are allowed"
-            for number in list(pending.trials):
+            for number in pending.trials:
                 self._end(number, "failed", None, {**self._info(pending, None), "error": error})
             return
         log.warning("trial %s: %s; it continues from its checkpoint", pending, event.reason)
@@ -288,31 +292,28 @@ class StudyRunner:
                 self._wait(pending)
             return
         pending.oom_count += 1
-        if pending.memory is not None and pending.needs.memory is not None:
+        if self._is_recipe and pending.memory is not None:
             estimate = pending.needs.memory_of(len(job.trials))
-            pending.min_memory = self._correction.on_oom(
-                estimate, pending.memory, needed=event.peak, **pending.likeness()
-            )
+            pending.min_memory = self._correction.on_oom(estimate, pending.memory, event.peak, *pending.likeness())
         if pending.oom_count > 1 or pending.memory is None or not self._is_recipe:
             # One by one: a fused training that takes too much is not tried as one again.
             for number, params in pending.trials.items():
+                attempts, crashes = pending.attempts, pending.crashes
                 self._wait(
-                    PendingJob(
-                        {number: params},
-                        pending.needs,
-                        attempts=pending.attempts,
-                        crashes=pending.crashes,
-                        exclusive=True,
-                    )
+                    PendingJob({number: params}, pending.needs, attempts=attempts, crashes=crashes, exclusive=True)
                 )
             return
         self._wait(pending)
+
+    def _refuse(self, number: int, why: str, before: PendingJob | None = None) -> None:
+        info = {} if before is None else self._info(before, None)
+        self._end(number, "failed", None, {**info, "error": why, "refused": True})
 
     def _end(self, number: int, state: Any, values: tuple[float, ...] | None, info: Mapping[str, Any]) -> None:
         self.study.tell(number, state, values, info)
         trial = self.progress.trials[number]
         trial.state, trial.values = state, values if values is not None else trial.values
-        trial.reason = _last_line(str(info.get("error", "")))
+        trial.reason = str(info.get("error", "")).strip().rpartition("\n")[2]
         self._log("ended", number, state=state, values=values, **info)
         self.events.flush()
         if state == "failed":
@@ -346,7 +347,3 @@ class StudyRunner:
 
     def _log(self, event: str, *trials: int, **fields: Any) -> None:
         self.events.append(event, trials=list(trials), **fields)
-
-
-def _last_line(text: str) -> str:
-    return text.strip().splitlines()[-1] if text.strip() else ""

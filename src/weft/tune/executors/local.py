@@ -8,18 +8,23 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 from weft.errors import TuneError
 from weft.tune.devices import local_devices, reserve
-from weft.tune.executors.processes import JsonConnection, Message, kill_process, open_rendezvous, start_process
-from weft.tune.executors.worker import pack_spec, run_worker
-from weft.tune.jobs import Device, Ended, Event, Job, Lost, event_from_json, job_to_json
+from weft.tune.executors.worker import (
+    JsonConnection,
+    Message,
+    kill_process,
+    open_rendezvous,
+    pack_spec,
+    run_worker,
+    start_process,
+)
+from weft.tune.jobs import Device, Ended, Event, Job, Lost, event_from_json
 from weft.tune.recipe import Recipe
-from weft.tune.trial import OUTPUT
 
 MAX_FAILED_STARTS = 3
 """So many workers in a row that die before they are ready end the study: it is not the trials' fault."""
@@ -57,12 +62,7 @@ class LocalExecutor:
             rendezvous, running.store = open_rendezvous(len(workers))
         for rank, worker in enumerate(workers):
             worker.job = running
-            output = str(Path(job.directory) / "trials" / str(job.trials[0]) / OUTPUT)
-            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if rendezvous else {}
-            environment = {**rendezvous, **ranks}
-            worker.send(
-                {"type": "job", "job": job_to_json(job), "rank": rank, "environment": environment, "output": output}
-            )
+            worker.send({"type": "job", "job": asdict(job), "rank": rank, "rendezvous": rendezvous})
 
     def answer(self, job: str, trial: int, prune: bool) -> None:
         if job in self._jobs:

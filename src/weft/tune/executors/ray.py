@@ -18,14 +18,19 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from weft.errors import TuneError, install_extra
 from weft.tune.executors.local import RunningJob
-from weft.tune.executors.processes import environment_variables
-from weft.tune.executors.worker import has_leaked_memory, pack_spec, prepare_worker, redirect_output, unpack_spec
+from weft.tune.executors.worker import (
+    has_leaked_memory,
+    open_rendezvous,
+    pack_spec,
+    prepare_worker,
+    run_attempt,
+    unpack_spec,
+)
 from weft.tune.jobs import (
     Device,
     Ended,
@@ -36,9 +41,7 @@ from weft.tune.jobs import (
     event_from_json,
     event_to_json,
     job_from_json,
-    job_to_json,
 )
-from weft.tune.trial import OUTPUT
 
 MEMORY = "weft_memory_mib"
 """The custom resource of a node that says how much memory each of its devices has, in MiB."""
@@ -89,10 +92,9 @@ class RayExecutor:
             idle = self._devices[index].idle
             actors.append(idle.pop() if idle and len(job.devices) == 1 else self._start_actor(index))
         running = self._jobs[job.id] = _RunningRayJob(job, actors)
-        output = str(Path(job.directory) / "trials" / str(job.trials[0]) / OUTPUT)
         rendezvous: Any = actors[0].rendezvous.remote(len(actors)) if len(actors) > 1 else {}
         for rank, actor in enumerate(actors):
-            actor.start.remote(json.dumps(job_to_json(job)), rank, rendezvous, output)
+            actor.start.remote(json.dumps(asdict(job)), rank, rendezvous)
         running.polls = {actor.poll.remote(): rank for rank, actor in enumerate(actors)}
 
     def answer(self, job: str, trial: int, prune: bool) -> None:
@@ -305,18 +307,12 @@ class JobActor:
 
     def rendezvous(self, world: int) -> dict[str, str]:
         """The variables by which the processes of a split job, all on this node, find each other."""
-        from weft.tune.executors.processes import open_rendezvous
-
         variables, self._store = open_rendezvous(world)
         return variables
 
-    def start(self, job: str, rank: int, variables: dict[str, str], output: str) -> None:
-        threading.Thread(
-            target=self._run,
-            args=(job_from_json(json.loads(job)), rank, variables, output),
-            name="weft-trial",
-            daemon=True,
-        ).start()
+    def start(self, job: str, rank: int, rendezvous: dict[str, str]) -> None:
+        given = (job_from_json(json.loads(job)), rank, rendezvous)
+        threading.Thread(target=self._run, args=given, name="weft-trial", daemon=True).start()
 
     def answer(self, prune: bool) -> None:
         self._answers.put(prune)
@@ -331,9 +327,7 @@ class JobActor:
         except queue.Empty:
             return json.dumps(found)
 
-    def _run(self, job: Job, rank: int, variables: dict[str, str], output: str) -> None:
-        from weft.tune.training.run_job import run_job
-
+    def _run(self, job: Job, rank: int, rendezvous: dict[str, str]) -> None:
         try:
             if self._spec is None:
                 self._spec = unpack_spec(self._payload)
@@ -341,10 +335,8 @@ class JobActor:
         except Exception as problem:
             self._messages.put({"type": "broken", "reason": f"{type(problem).__name__}: {problem}"})
             return
-        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if variables else {}
-        with environment_variables({**variables, **ranks}), redirect_output(output):
-            self._messages.put({"type": "began"})
-            run_job(job, self._spec, self._device, rank, self._ask, self._tell)
+        self._messages.put({"type": "began"})
+        run_attempt(job, self._spec, self._device, rank, rendezvous, self._ask, self._tell)
         self._messages.put({"type": "idle", "leaked": has_leaked_memory(self._device)})
 
     def _ask(self, report: Reported) -> bool:

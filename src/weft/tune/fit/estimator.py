@@ -1,26 +1,35 @@
-"""Requirements of trials, found in processes of their own, so that devices never wait for an estimate."""
+"""What trials need of a device: estimated in processes of their own, so that no device waits, and corrected later."""
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
 import traceback
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any, NamedTuple
 
-from weft.errors import TuneError, WeftError
+from weft.errors import PlanError, TuneError, WeftError
 from weft.space import Value
 from weft.tune.devices import processors
-from weft.tune.executors.processes import IN_TRIAL, environment_variables, init_process, process_context
-from weft.tune.executors.worker import pack_spec, unpack_spec
-from weft.tune.fit.fit import Requirements, architecture_key, requirements
-from weft.tune.jobs import After
-from weft.tune.recipe import Recipe
+from weft.tune.executors.worker import (
+    IN_TRIAL,
+    environment_variables,
+    init_process,
+    pack_spec,
+    process_context,
+    unpack_spec,
+)
+from weft.tune.fit.fit import fit
+from weft.tune.jobs import After, Fit
+from weft.tune.recipe import CONTINUOUS, Recipe, trial_config
 from weft.tune.training.run_job import StudySpec
 
 log = logging.getLogger("weft.tune")
@@ -106,13 +115,13 @@ class EstimatorPool:
         self._most = most if isinstance(spec.objective, Recipe) and devices.memory is not None else 0
         self._estimators: list[_Estimator] = []
         self._by_kind: dict[str, _Estimator] = {}
-        self._known: list[tuple[int, Requirements | Infeasible]] = []
-        self._unreported: dict[int, Params] = {}
+        self._found_here: dict[int, tuple[Params, Requirements | Infeasible]] = {}
 
     @property
     def open(self) -> dict[int, Params]:
         """Those whose requirements are not known yet."""
-        return {n: asked.params for one in self._estimators for n, asked in one.asked.items()} | self._unreported
+        elsewhere = {n: asked.params for one in self._estimators for n, asked in one.asked.items()}
+        return elsewhere | {number: params for number, (params, _) in self._found_here.items()}
 
     def ask(self, number: int, params: Params, after: After | None = None) -> None:
         """``after``: how it was fitted when it took more than a device has, and is to be fitted otherwise."""
@@ -125,15 +134,16 @@ class EstimatorPool:
 
     def completed(self) -> list[tuple[int, Requirements | Infeasible]]:
         """The answers since the last call."""
+        answers = []
         for one in list(self._estimators):
             alive = one.process.is_alive()
-            self._known += one.answers()
+            answers += one.answers()
             if alive:
                 one.send()
             else:
                 self._lose(one)
-        answers, self._known = self._known, []
-        self._unreported.clear()
+        answers += [(number, found) for number, (_, found) in self._found_here.items()]
+        self._found_here.clear()
         return answers
 
     def close(self) -> None:
@@ -176,20 +186,7 @@ class EstimatorPool:
             self._find(number, params, after)
 
     def _find(self, number: int, params: Params, after: After | None) -> None:
-        """In this process."""
-        self._known.append((number, find_requirements(self._spec, params, self._device_class, after)))
-        self._unreported[number] = params
-
-
-def find_requirements(
-    spec: StudySpec, params: Params, devices: DeviceClass, after: After | None = None
-) -> Requirements | Infeasible:
-    """The requirements of a trial; a model that cannot be made fails this trial, and no other."""
-    try:
-        return requirements(spec, params, devices.memory, devices.devices, devices.kind, devices.fuse, after)
-    except Exception as problem:
-        is_own = isinstance(problem, WeftError)
-        return Infeasible(str(problem) if is_own else "".join(traceback.format_exception(problem)).strip())
+        self._found_here[number] = params, find_requirements(self._spec, params, self._device_class, after)
 
 
 _given: tuple[StudySpec, DeviceClass]
@@ -208,3 +205,162 @@ def _begin(parent: int, environment: Mapping[str, str], payload: bytes, devices:
 def _found(params: Params, after: After | None) -> Requirements | Infeasible:
     spec, devices = _given
     return find_requirements(spec, params, devices, after)
+
+
+# What one trial needs, and which trials run as one.
+
+BEYOND = 0.05
+"""The part of its estimate that a trial may take beyond it, since others lie beside it."""
+SLACK = 128 * 2**20
+"""Bytes that a trial may take of a GPU beyond its estimate: what workers that live on leave lying between blocks."""
+TINY = 16 * 2**10
+"""The same on a CPU, where the smallest take a little more while they are scored."""
+MAX_FUSED = 1 / 32
+"""The part of a device above which a trial is not fused: it keeps the device busy by itself."""
+FUSED_FACTOR = 2
+"""What a fused trial is taken to need, by what it takes alone (1.3 to 1.8 times where it was measured): all gradients
+of all trials are there at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """``memory`` None: all of a device, or nothing that is counted. ``fusion_key`` is equal for trials that can be
+    fused, ``architecture_key`` for those that compute alike. ``note`` says why it was not estimated, where it should
+    have been."""
+
+    memory: int | None
+    fit: Fit | None = None
+    fusion_key: str | None = None
+    architecture_key: str = ""
+    steps: int | None = None
+    note: str = ""
+
+    @property
+    def devices(self) -> int:
+        return 1 if self.fit is None else self.fit.devices
+
+    @property
+    def seconds(self) -> float | None:
+        """That the whole training should take, if that can be said."""
+        step = None if self.fit is None else self.fit.seconds
+        return None if step is None or self.steps is None else step * self.steps
+
+    def memory_of(self, trials: int) -> int:
+        """Bytes of a device that so many trials like it take as one; 0 where nothing is counted."""
+        alone = self.memory or 0
+        return alone if trials == 1 else trials * alone * FUSED_FACTOR
+
+
+def find_requirements(
+    spec: StudySpec, params: Params, devices: DeviceClass, after: After | None = None
+) -> Requirements | Infeasible:
+    """The requirements of a trial; a model that cannot be made fails this trial, and no other."""
+    try:
+        return _requirements(spec, params, devices, after)
+    except Exception as problem:
+        is_own = isinstance(problem, WeftError)
+        return Infeasible(str(problem) if is_own else "".join(traceback.format_exception(problem)).strip())
+
+
+def _requirements(spec: StudySpec, params: Params, devices: DeviceClass, after: After | None) -> Requirements:
+    """A function needs what its study says; a recipe's candidate what its fit takes, as a function of the candidate and
+    of the devices alone. What cannot be traced, such as a model whose shapes depend on data, gets a whole device."""
+    if not isinstance(spec.objective, Recipe):
+        return Requirements(devices.memory)
+    from weft.tune.fusion.compatibility import fusion_key
+
+    config, memory, kind = trial_config(spec.objective, params), devices.memory, architecture_key(params)
+    if memory is None:
+        return Requirements(None, None, fusion_key(config) if devices.fuse else None, kind, config.steps)
+    config.data()  # made once, here, where tensors are real
+    try:
+        found = fit(config, devices.devices, memory, devices.kind, after)
+    except PlanError as problem:
+        log.warning("a trial with %s has a device to itself, not estimated: %s", kind, problem)
+        return Requirements(None, None, None, kind, config.steps, note=f"not estimated: {problem}")
+    needed = min(int(found.memory * (1 + BEYOND)) + (TINY if devices.kind == "cpu" else SLACK), memory)
+    # Fused trials keep all activations: what recomputes, or offloads, is small only while it does.
+    fusable = after is None and found.strategy in ("whole", "accumulate") and found.memory <= memory * MAX_FUSED
+    return Requirements(needed, found, fusion_key(config) if devices.fuse and fusable else None, kind, config.steps)
+
+
+def architecture_key(params: Mapping[str, Value]) -> str:
+    """Equal for candidates that compute alike and take the same memory: all but continuous choices.
+
+    >>> architecture_key({"width": 64, "lr": 0.1})
+    '{"width": 64}'
+    """
+    return json.dumps({name: value for name, value in sorted(params.items()) if name not in CONTINUOUS})
+
+
+def fusion_groups(needs: Mapping[int, Requirements], memory: int | None) -> list[tuple[int, ...]]:
+    """Trials of one block that train as one, in order of number; as many at once as a device has room for.
+
+    >>> small, other, large = (Requirements(n, fusion_key=key) for n, key in ((4, "a"), (4, "b"), (6, "a")))
+    >>> fusion_groups({0: small, 1: other, 2: small, 3: Requirements(4)}, 20)
+    [(0, 2), (1,), (3,)]
+    >>> fusion_groups({0: large, 1: large}, 20)
+    [(0,), (1,)]
+    """
+    alike: dict[Any, list[int]] = {}
+    for number, one in sorted(needs.items()):
+        alike.setdefault(one.fusion_key if one.fusion_key is not None else number, []).append(number)
+    found = []
+    for numbers in alike.values():
+        each = max(needs[number].memory_of(2) for number in numbers)
+        most = len(numbers) if memory is None or each == 0 else max(1, 2 * memory // each)
+        found += [tuple(numbers[at : at + most]) for at in range(0, len(numbers), most)]
+    return sorted(found)
+
+
+# Corrections of estimates by what trials took: for packing, never for how a candidate trains.
+
+RECENT = 32
+REPEAT = 0.02
+"""Margin of a trial that is alike to the byte to one that ran."""
+MARGIN = 0.05
+"""Margin of one that is alike in kind."""
+GROWTH = 1.25
+"""How many times its figure a trial gets at least that went beyond it."""
+
+
+class MemoryCorrection:
+    """Remembers what was observed, by shape (trials that are alike to the byte) and by family (alike in kind).
+
+    Upward only: what a trial takes depends a little on what its worker did before, so that one that took less is no
+    promise for the next. A shape that ran before needs at least what it needed, and a margin; a new one of a known
+    family its estimate times the largest of the family's recent ratios, and a margin.
+    """
+
+    def __init__(self) -> None:
+        self._peaks: dict[str, int] = {}
+        self._minimums: dict[str, int] = {}
+        self._ratios: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
+
+    def apply(self, estimate: int, shape: str, family: str) -> int:
+        """Bytes to reserve for a trial.
+
+        >>> correction = MemoryCorrection()
+        >>> correction.on_finished(1000, 1200, "gpt x1", "alone")
+        >>> correction.apply(2000, "mlp x1", "alone"), correction.apply(2000, "mlp x2", "fused")
+        (2520, 2000)
+        """
+        least = max(estimate, self._minimums.get(shape, 0))
+        if shape in self._peaks:
+            return max(ceil(self._peaks[shape] * (1.0 + REPEAT)), least)
+        factor = max(self._ratios[family], default=0.0) * (1.0 + MARGIN)
+        return max(ceil(estimate * max(factor, 1.0)), least)
+
+    def on_finished(self, estimate: int, peak: int, shape: str, family: str) -> None:
+        """A trial of that estimate, uncorrected, took so many bytes at its peak."""
+        self._peaks[shape] = max(peak, self._peaks.get(shape, 0))
+        self._ratios[family].append(peak / estimate)
+
+    def on_oom(self, estimate: int, limit: int, needed: int | None, shape: str, family: str) -> int:
+        """A trial wanted more than its limit, and at least ``needed`` if it said so; returns the bytes to reserve
+        when it is tried again."""
+        again = max(ceil(limit * GROWTH), needed or 0, self._minimums.get(shape, 0))
+        again = self._minimums[shape] = max(again, ceil(self._peaks.get(shape, 0) * (1.0 + REPEAT)))
+        # It was at least this much, and the next attempt says how much it really is.
+        self._ratios[family].append(max(limit, needed or 0) / estimate)
+        return again

@@ -6,9 +6,8 @@ A function of the candidate and of the device's kind and nominal memory: never o
 from __future__ import annotations
 
 import json
-import logging
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,18 +18,13 @@ from torch import Tensor, nn
 from weft.engine.rng import HostSeeder
 from weft.errors import PlanError, TuneError
 from weft.nn.state import ExtraState, to_plain
-from weft.space import Value
-from weft.tune.fit.loss_model import LossModule, build_meta, example_batch
-from weft.tune.fit.peaks import StepMemory, evaluates_midway, step_memory
+from weft.tune.fit.peaks import LossModule, StepMemory, build_meta, evaluates_midway, example_batch, step_memory
 from weft.tune.jobs import After, Fit, FitStrategy
-from weft.tune.recipe import CONTINUOUS, Recipe, TrialConfig, trial_config
+from weft.tune.recipe import CONTINUOUS, TrialConfig
 from weft.tune.training.cuda_graphs import can_capture
-from weft.tune.training.run_job import StudySpec
 from weft.tune.training.trainer import batch_norm
 from weft.utils.rng import get_rng_state
 from weft.utils.units import format_bytes
-
-log = logging.getLogger("weft.tune")
 
 CACHED = 512
 """Fits that are cached: trials of one shape are common, and a trace takes seconds."""
@@ -266,116 +260,3 @@ def _extra(model: nn.Module) -> dict[str, tuple[str, list[Any]]]:
             text = json.dumps(to_plain(value, tensors, ""))
             found[name] = text, [tensor.tolist() for tensor in tensors.values()]
     return found
-
-
-# What a trial needs of a device before it runs, and which trials run as one.
-
-BEYOND = 0.05
-"""The part of its estimate that a trial may take beyond it, since others lie beside it."""
-SLACK = 128 * 2**20
-"""Bytes that a trial may take of a GPU beyond its estimate: what workers that live on leave lying between blocks."""
-TINY = 16 * 2**10
-"""The same on a CPU, where the smallest take a little more while they are scored."""
-MAX_FUSED = 1 / 32
-"""The part of a device above which a trial is not fused: it keeps the device busy by itself."""
-FUSED_FACTOR = 2
-"""What a fused trial is taken to need, by what it takes alone (1.3 to 1.8 times where it was measured): all gradients
-of all trials are there at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Requirements:
-    """``memory`` None: all of a device, or nothing that is counted. ``fusion_key`` is equal for trials that can be
-    fused, ``architecture_key`` for those that compute alike. ``note`` says why it was not estimated, where it should
-    have been."""
-
-    memory: int | None
-    fit: Fit | None = None
-    fusion_key: str | None = None
-    architecture_key: str = ""
-    steps: int | None = None
-    note: str = ""
-
-    @property
-    def devices(self) -> int:
-        return 1 if self.fit is None else self.fit.devices
-
-    @property
-    def seconds(self) -> float | None:
-        """That the whole training should take, if that can be said."""
-        step = None if self.fit is None else self.fit.seconds
-        return None if step is None or self.steps is None else step * self.steps
-
-    def memory_of(self, trials: int) -> int:
-        """Bytes of a device that so many trials like it take as one; 0 where nothing is counted."""
-        alone = self.memory or 0
-        return alone if trials == 1 else trials * alone * FUSED_FACTOR
-
-
-def requirements(
-    spec: StudySpec,
-    params: Mapping[str, Value],
-    memory: int | None,
-    devices: int,
-    kind: str,
-    fuse: bool,
-    after: After | None = None,
-) -> Requirements:
-    """Of a recipe's candidate: how it fits devices of a kind with so much memory, as a function of these alone; and of
-    ``after``, how it was fitted when it took more than a device has. It is fused with none then.
-
-    Raises TuneError, with the figures, for one that fits nowhere. What cannot be traced, such as a model whose shapes
-    depend on data, gets all of a device as it is. A function needs what its study says.
-    """
-    if not isinstance(spec.objective, Recipe):
-        return Requirements(memory)
-    config = trial_config(spec.objective, params)
-    if memory is None:
-        return Requirements(None, None, _fusion_key(config) if fuse else None, architecture_key(params), config.steps)
-
-    config.data()  # made once, here, where tensors are real
-    try:
-        found = fit(config, devices, memory, kind, after)
-    except PlanError as problem:
-        log.warning("a trial with %s has a device to itself, not estimated: %s", architecture_key(params), problem)
-        return Requirements(None, None, None, architecture_key(params), config.steps, note=f"not estimated: {problem}")
-    needed = min(int(found.memory * (1 + BEYOND)) + (TINY if kind == "cpu" else SLACK), memory)
-    # Fused trials keep all activations: what recomputes, or offloads, is small only while it does.
-    fusable = after is None and found.strategy in ("whole", "accumulate") and found.memory <= memory * MAX_FUSED
-    key = _fusion_key(config) if fuse and fusable else None
-    return Requirements(needed, found, key, architecture_key(params), config.steps)
-
-
-def _fusion_key(config: TrialConfig) -> str | None:
-    from weft.tune.fusion.compatibility import fusion_key
-
-    return fusion_key(config)
-
-
-def architecture_key(params: Mapping[str, Value]) -> str:
-    """Equal for candidates that compute alike and take the same memory: all but continuous choices.
-
-    >>> architecture_key({"width": 64, "lr": 0.1})
-    '{"width": 64}'
-    """
-    return json.dumps({name: value for name, value in sorted(params.items()) if name not in CONTINUOUS})
-
-
-def fusion_groups(needs: Mapping[int, Requirements], memory: int | None) -> list[tuple[int, ...]]:
-    """Trials of one block that train as one, in order of number; as many at once as a device has room for.
-
-    >>> small, other, large = (Requirements(n, fusion_key=key) for n, key in ((4, "a"), (4, "b"), (6, "a")))
-    >>> fusion_groups({0: small, 1: other, 2: small, 3: Requirements(4)}, 20)
-    [(0, 2), (1,), (3,)]
-    >>> fusion_groups({0: large, 1: large}, 20)
-    [(0,), (1,)]
-    """
-    alike: dict[Any, list[int]] = {}
-    for number, one in sorted(needs.items()):
-        alike.setdefault(one.fusion_key if one.fusion_key is not None else number, []).append(number)
-    found = []
-    for numbers in alike.values():
-        each = max(needs[number].memory_of(2) for number in numbers)
-        most = len(numbers) if memory is None or each == 0 else max(1, 2 * memory // each)
-        found += [tuple(numbers[at : at + most]) for at in range(0, len(numbers), most)]
-    return sorted(found)

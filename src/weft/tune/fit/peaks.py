@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from weft.data import Batch
+from weft.data import Batch, Loader
 from weft.engine.optimizer import fuses
 from weft.errors import PlanError, WeftError
 from weft.hardware.gpus import kernels
@@ -20,15 +21,11 @@ from weft.memory.replay import reserved_in_two_pools
 from weft.memory.timeline import AllocationTimeline
 from weft.memory.train_step import Step
 from weft.nn.checkpointing import offloading, recompute
-from weft.tune.devices import expandable
-from weft.tune.fit.loss_model import build_meta, example_batch
+from weft.nn.fake import clear_polluted_caches
+from weft.tune.devices import GPU, expandable
 from weft.tune.jobs import FitStrategy
-from weft.tune.recipe import TrialConfig, resident
+from weft.tune.recipe import TrialConfig, evaluation_mode, resident
 from weft.tune.training.cuda_graphs import MAX_MEMORY, can_capture
-from weft.tune.training.evaluation import evaluation_mode, scores
-
-DEFAULT_GPU = "h200"
-"""Whose constants are taken for a GPU that has none: the largest workspaces that are known."""
 
 SCALARS = 4096
 """Bytes of losses, counts and the like on a CPU; a batch's numbers in the data set take 8 each beside."""
@@ -195,7 +192,7 @@ def _trace_evaluation(config: TrialConfig, device: str) -> EvaluationMemory | No
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         with torch.no_grad(), evaluation_mode(model), config.autocast(torch.device("cpu")):
-            scores(config).add(model(*config.enter(batch)), batch)
+            config.scores().add(model(*config.enter(batch)), batch)
         # An update, for the state that is there the next time; with no more gradients than training has at once.
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -236,8 +233,8 @@ def _known(device: str) -> str:
     try:
         return kernels(device).name
     except PlanError:
-        _log.warning("the memory constants of '%s' are not known: those of %s are taken", device, DEFAULT_GPU)
-        return DEFAULT_GPU
+        _log.warning("the memory constants of '%s' are not known: those of %s are taken", device, GPU)
+        return GPU
 
 
 def _step(config: TrialConfig, strategy: FitStrategy, parts: int) -> Step:
@@ -281,3 +278,49 @@ def _optimizer(config: TrialConfig) -> Callable[[list[nn.Parameter]], torch.opti
         return made.cls(parameters, **options)
 
     return make
+
+
+# A trial's model with its loss, and batches, as estimates and the planner take them.
+
+
+class LossModule(nn.Module):
+    """Called with the entries of a batch in the order of ``names``, gives the loss."""
+
+    def __init__(self, config: TrialConfig, model: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model, self.names, self._config = model, names, config
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        batch = dict(zip(self.names, tensors, strict=True))
+        with self._config.autocast(tensors[0].device):
+            return self._config.loss(self.model(*self._config.enter(batch)), batch)
+
+    def tensors(self, batch: Batch) -> tuple[Tensor, ...]:
+        """A batch as it is called with."""
+        return tuple(batch[name] for name in self.names)
+
+
+def example_batch(config: TrialConfig, size: int, device: str = "meta") -> Batch:
+    """A batch of so many samples with the shapes and types of the trial's own, and no values of meaning."""
+    batch = Loader(config.data().train, 1, config.seed).batch(0)
+    return {name: torch.zeros((size, *part.shape[1:]), dtype=part.dtype, device=device) for name, part in batch.items()}
+
+
+def build_meta(config: TrialConfig) -> nn.Module:
+    """The trial's module for its shapes alone: without values where it can be built so."""
+    try:
+        with torch.device("meta"), clear_polluted_caches(config.model):
+            made = config.bare()
+        if not _is_lazy(made):
+            return made
+    except Exception as problem:  # it computes with its weights as it builds them
+        _log.debug("the model is built with values: %s", problem)
+    made = config.build()
+    if _is_lazy(made):  # its shapes follow from a batch
+        with torch.no_grad(), evaluation_mode(made):
+            made(*config.enter(example_batch(config, 2, "cpu")))
+    return made
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))

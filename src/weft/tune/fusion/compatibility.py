@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.errors import TuneError
 from weft.nn.fake import clear_polluted_caches
-from weft.tune.fusion.dropout import DROPOUT_PLACEHOLDER, DropoutCall, record_calls
-from weft.tune.fusion.optimizers import why_not_stackable
-from weft.tune.fusion.stacked_model import build_tracked, shared_template, why_not_shared
-from weft.tune.fusion.vmap import BatchedForward, CannotFuse
+from weft.tune.fusion.stacked_model import build_tracked, shared_template, why_not_shared, why_not_stackable
+from weft.tune.fusion.vmap import DROPOUT_PLACEHOLDER, BatchedForward, CannotFuse, DropoutCall, record_calls
 from weft.tune.recipe import CONTINUOUS, TrialConfig
 from weft.utils.rng import get_rng_state, restored, torch_seeded
 
@@ -133,12 +131,16 @@ def _try(config: TrialConfig) -> str | None:
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         if len({p.dtype for p in trained.values()}) != 1:
             return "its weights are of several types, or there are none to train"
-        stacked = {n: _stack(p).requires_grad_() for n, p in trained.items()}
         rest = [*module.named_parameters(), *module.named_buffers()]
-        fixed = {n: _stack(t) for n, t in rest if n not in trained}
+        tensors = {n: torch.stack([tensor.detach()] * _TRIALS) for n, tensor in rest}
+        stacked = {n: tensors.pop(n).requires_grad_() for n in trained}
         batches = {n: fake.from_tensor(value).expand(_TRIALS, *value.shape) for n, value in batch.items()}
         forward = BatchedForward(config, module, torch.device("cpu"))
-        losses = forward.losses(stacked, fixed, batches, lambda calls: [_ones(call) for call in calls])
+
+        def ones(calls: Sequence[DropoutCall]) -> list[Tensor]:
+            return [torch.ones(_TRIALS, *call.shape, dtype=call.dtype) for call in calls]
+
+        losses = forward.losses(stacked, tensors, batches, ones)
         gradients = torch.autograd.grad(losses.sum(), list(stacked.values()), allow_unused=True)
         if get_rng_state() != state:
             return _HOST_DRAWS
@@ -153,14 +155,6 @@ def _fake() -> FakeTensorMode:
 def _first_line(problem: Exception) -> str:
     first = next(iter(str(problem).strip().splitlines()), "")
     return first if isinstance(problem, CannotFuse) else f"{type(problem).__name__}: {first}"
-
-
-def _stack(tensor: Tensor) -> Tensor:
-    return torch.stack([tensor.detach()] * _TRIALS)
-
-
-def _ones(call: DropoutCall) -> Tensor:
-    return torch.ones(_TRIALS, *call.shape, dtype=call.dtype)
 
 
 def _digest(text: str) -> str:

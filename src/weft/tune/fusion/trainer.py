@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -23,16 +23,13 @@ from weft.data import Batch, Loader
 from weft.engine.rng import Seeder
 from weft.errors import TuneError
 from weft.runs import Checkpoints
-from weft.tune.fusion.compatibility import fusion_key, outline
-from weft.tune.fusion.dropout import draw_masks
-from weft.tune.fusion.optimizers import why_not_stackable
-from weft.tune.fusion.stacked_model import StackedModel
-from weft.tune.fusion.vmap import BatchedForward, CannotFuse
+from weft.tune.fusion.compatibility import outline
+from weft.tune.fusion.stacked_model import StackedModel, why_not_stackable
+from weft.tune.fusion.vmap import BatchedForward, CannotFuse, draw_masks
 from weft.tune.jobs import Fit
 from weft.tune.recipe import TrialConfig
 from weft.tune.training.checkpoint import TrialCheckpoint, load_latest, save
-from weft.tune.training.cuda_graphs import Gradients, GraphedStep, can_capture, make_recorder
-from weft.tune.training.evaluation import scores as objective_scores
+from weft.tune.training.cuda_graphs import Gradients, GraphedStep
 from weft.tune.training.loss_check import require_mean_loss
 from weft.tune.training.memory_limit import MemoryLimit
 from weft.tune.training.trainer import (
@@ -40,6 +37,7 @@ from weft.tune.training.trainer import (
     Pruned,
     Result,
     is_fake,
+    make_recorder,
     refuse_batch_norms,
     run_limited,
     train,
@@ -47,8 +45,6 @@ from weft.tune.training.trainer import (
 )
 
 log = logging.getLogger("weft.tune")
-
-__all__ = ["fusion_key", "train_fused"]
 
 WRITERS = 8
 """Checkpoints that are written at once."""
@@ -153,7 +149,7 @@ class FusedTrainer:
             stack.enter_context(self._seeders[0].preserved())
             stack.enter_context(self._limit.count_cpu([*model.tensors(), self._losses]))
             self._graphed = self._make_graphed_step(steps - first)
-            stack.callback(lambda: self._graphed.close())
+            stack.callback(self._close_graphed)
             for step in range(first, steps):
                 with self._refuse_if_failed():
                     self._step(step)
@@ -181,8 +177,9 @@ class FusedTrainer:
     def _step(self, step: int) -> None:
         batch, self._shared = self._batch(step)
         gradients: Gradients | None = None
+        compute = self._graphed or self._micro_step
         for given in self._micro_batches(batch, step):
-            losses, gradients = self._graphed(given, gradients)
+            losses, gradients = compute(given, gradients)
             if is_fake(losses):
                 raise TuneError(FAKE)
             self._losses[:, step].add_(losses)
@@ -223,10 +220,16 @@ class FusedTrainer:
         before = None if gradients is None else gradients[0]
         return losses.detach(), [joined if before is None else before.add_(joined)]
 
-    def _make_graphed_step(self, left: int) -> GraphedStep:
+    def _make_graphed_step(self, left: int) -> GraphedStep | None:
         """For so many steps."""
-        recorder = make_recorder(self._device) if can_capture(self._common, left, self._memory) else None
+        recorder = make_recorder(self._device, self._common, left, self._memory)
+        if recorder is None:
+            return None
         return GraphedStep(self._micro_step, recorder, self._model.module, self._common.loss, self._limit.exceeded)
+
+    def _close_graphed(self) -> None:
+        if self._graphed is not None:
+            self._graphed.close()
 
     def _between_steps(self, done: int) -> None:
         every, saved = self._common.report_every, self._common.checkpoint_every
@@ -240,7 +243,7 @@ class FusedTrainer:
     def _remove(self, rows: Sequence[int], left: int) -> None:
         if not rows:
             return
-        self._graphed.close()  # the trials that stay are copied to other memory
+        self._close_graphed()  # the trials that stay are copied to other memory
         for row in rows:
             self._ended(self.alive[row], "pruned")
         stay = [row for row in range(len(self.alive)) if row not in rows]
@@ -252,12 +255,12 @@ class FusedTrainer:
 
     def _evaluate(self) -> list[tuple[float, ...]]:
         """The objectives of each trial on the validation part, as for a trial alone."""
-        with self._refuse_if_failed(), self._graphed.outside_graph():
+        with self._refuse_if_failed(), self._graphed.outside_graph() if self._graphed else nullcontext():
             return self._objectives()  # whose tensors are gone when it returns, as graphs want it
 
     def _objectives(self) -> list[tuple[float, ...]]:
         common, model = self._common, self._model
-        scores = [objective_scores(common) for _ in self.alive]
+        scores = [common.scores() for _ in self.alive]
         loader = Loader(self._validation, self._micro, 0, shuffle=False, device=self._device)
         with torch.no_grad(), closing(loader.all()) as batches:
             for batch in batches:

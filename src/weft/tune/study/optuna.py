@@ -168,10 +168,19 @@ def in_memory_study(trials: Iterable[Any], directions: Sequence[str], pruner: An
     return study
 
 
-def optuna_state(state: str) -> Any:
-    """The state of a record as Optuna's."""
-    names = {"complete": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL", "running": "RUNNING", "waiting": "WAITING"}
-    return optuna_module().trial.TrialState[names[state]]
+State = Literal["waiting", "running", "complete", "pruned", "failed"]
+STATES: dict[State, str] = {
+    "waiting": "WAITING",
+    "running": "RUNNING",
+    "complete": "COMPLETE",
+    "pruned": "PRUNED",
+    "failed": "FAIL",
+}
+"""The states of a record, and Optuna's names of them."""
+
+
+def optuna_state(state: State) -> Any:
+    return optuna_module().trial.TrialState[STATES[state]]
 
 
 # The choices of a space as Optuna's distributions, asked in the order of the space.

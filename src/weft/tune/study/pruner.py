@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.tune.study.optuna import OptunaSpec, build, in_memory_study, optuna_module, optuna_state, silence_optuna
+from weft.tune.study.definition import Definition
+from weft.tune.study.optuna import build, in_memory_study, optuna_module, optuna_state, silence_optuna
 from weft.tune.study.storage import Direction, TrialRecord, visible
 
 
@@ -18,24 +19,16 @@ class TrialPruner:
     where the pruner compares; among the reports of others it is the worst.
     """
 
-    def __init__(
-        self,
-        records: Sequence[TrialRecord],
-        number: int,
-        *,
-        max_concurrent: int,
-        directions: Sequence[Direction],
-        pruner: OptunaSpec,
-    ) -> None:
+    def __init__(self, definition: Definition, records: Sequence[TrialRecord], number: int) -> None:
         self.decisions: dict[int, bool] = {}
         """By step, each reported once."""
         self._trials: list[Any] = []
         self._studies: list[Any] = []
-        past = visible(records, number, max_concurrent)
+        past = visible(records, number, definition.max_concurrent)
         with silence_optuna():
-            for objective, direction in enumerate(directions):
+            for objective, direction in enumerate(definition.directions):
                 seen = (_trial(record, objective, direction) for record in past)
-                study = in_memory_study(seen, [direction], build(pruner))
+                study = in_memory_study(seen, [direction], build(definition.pruner))
                 self._studies.append(study)
                 self._trials.append(study.ask())
 
@@ -49,6 +42,11 @@ class TrialPruner:
         self.decisions[step] = all(decisions)
         return self.decisions[step]
 
+    def replay(self, reports: Mapping[int, Sequence[float]]) -> None:
+        """All these reports in order of their steps."""
+        for step in sorted(reports):
+            self.report(step, reports[step])
+
     @property
     def last(self) -> int:
         """The latest step, -1 before any."""
@@ -59,13 +57,6 @@ class TrialPruner:
         """What the pruner keeps with the trial, for each objective."""
         with silence_optuna():
             return tuple(dict(study.get_trials(deepcopy=False)[-1].system_attrs) for study in self._studies)
-
-
-def replay_reports(pruner: TrialPruner, reports: Mapping[int, Sequence[float]]) -> TrialPruner:
-    """The pruner, after all these reports in order of their steps."""
-    for step in sorted(reports):
-        pruner.report(step, reports[step])
-    return pruner
 
 
 WORST = 1e300

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from weft.errors import TuneError
 from weft.space import Floats, Space, Value
+from weft.tune.study.definition import Definition
 from weft.tune.study.optuna import (
-    OptunaSpec,
     build,
     distributions,
     in_memory_study,
@@ -21,73 +20,50 @@ from weft.tune.study.optuna import (
     silence_optuna,
     suggest,
 )
-from weft.tune.study.storage import Direction, TrialRecord, visible
+from weft.tune.study.storage import TrialRecord, visible
 from weft.utils import rng
 
 ATTEMPTS = 10
 """Draws of a sampler, which knows no constraints, before one of the space, which does."""
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """A trial to be run."""
-
-    number: int
-    params: dict[str, Value]
-
-
-@dataclass(frozen=True, slots=True)
-class Suggested:
-    """The parameters of a trial, and what the sampler wants to find with it later."""
-
-    params: dict[str, Value]
-    attrs: dict[str, Any]
-
-
-def propose(
-    space: Space,
-    records: Sequence[TrialRecord],
-    number: int,
-    *,
-    max_concurrent: int,
-    directions: Sequence[Direction],
-    sampler: OptunaSpec,
-    seed: int,
-) -> Suggested:
-    """What trial ``number`` is to try; of ``records`` it sees those before it, as :func:`visible` says."""
-    past = visible(records, number, max_concurrent)
-    if sampler.name == "grid":
-        return _next_of_grid(space, past, sampler, seed)
+def propose(definition: Definition, records: Sequence[TrialRecord], number: int) -> TrialRecord:
+    """What trial ``number`` is to try, with what the sampler wants to find with it later; of ``records`` it sees those
+    before it, as :func:`visible` says."""
+    space, seed, directions = definition.space, definition.seed, definition.directions
+    past = visible(records, number, definition.max_concurrent)
+    if definition.sampler.name == "grid":
+        if left := _untried(definition, past):
+            return TrialRecord(number, dict(left[0]), "running")
+        raise TuneError(
+            "every point of the grid has been proposed; ask for fewer trials, or give the grid more 'points'"
+        )
     with silence_optuna():
         study = in_memory_study((proposed_trial(space, record, len(directions)) for record in past), directions)
         for attempt in range(ATTEMPTS):
-            study.sampler = build(sampler, rng.key(seed, "propose", number, attempt))
+            study.sampler = build(definition.sampler, rng.key(seed, "propose", number, attempt))
             trial = study.ask()
             params = suggest(space, trial)
             if space.rules.broken(params) is None:
                 attrs = study.get_trials(deepcopy=False)[-1].system_attrs
                 # What TPE and GP share with other processes while a trial is being asked for is in its params by now.
-                return Suggested(params, {name: attrs[name] for name in attrs if ":relative_params" not in name})
+                kept = {name: attrs[name] for name in attrs if ":relative_params" not in name}
+                return TrialRecord(number, params, "running", attrs=kept)
             # Left running, it keeps samplers that look away from running trials from drawing the same again.
-    return Suggested(dict(space.sample(rng.generator(seed, "propose", number)).values), {})
+    return TrialRecord(number, dict(space.sample(rng.generator(seed, "propose", number)).values), "running")
 
 
-def remaining_grid_points(space: Space, records: Sequence[TrialRecord], sampler: OptunaSpec, seed: int) -> int:
+def remaining_grid_points(definition: Definition, records: Sequence[TrialRecord]) -> int:
     """Points of the grid that no trial has tried yet."""
-    tried = {_point(record.params) for record in records}
-    return sum(_point(params) not in tried for params in _grid_of(space, sampler, seed))
+    return len(_untried(definition, records))
 
 
-def _next_of_grid(space: Space, past: Sequence[TrialRecord], sampler: OptunaSpec, seed: int) -> Suggested:
-    tried = {_point(record.params) for record in past}
-    for params in _grid_of(space, sampler, seed):
-        if _point(params) not in tried:
-            return Suggested(dict(params), {})
-    raise TuneError("every point of the grid has been proposed; ask for fewer trials, or give the grid more 'points'")
-
-
-def _grid_of(space: Space, sampler: OptunaSpec, seed: int) -> tuple[dict[str, Value], ...]:
-    return _grid(json.dumps(space.to_json()), int(sampler.options.get("points", 5)), seed)
+def _untried(definition: Definition, records: Sequence[TrialRecord]) -> list[dict[str, Value]]:
+    tried = {frozenset(record.params.items()) for record in records}
+    grid = _grid(
+        json.dumps(definition.space.to_json()), int(definition.sampler.options.get("points", 5)), definition.seed
+    )
+    return [params for params in grid if frozenset(params.items()) not in tried]
 
 
 @lru_cache(maxsize=4)
@@ -103,10 +79,6 @@ def _grid(written: str, points: int, seed: int) -> tuple[dict[str, Value], ...]:
             entry.update(kind="categorical", options=list(real.grid(points)))
     picks = [dict(subnet.values) for subnet in Space.from_json(data).enumerate()]
     return tuple(picks[at] for at in rng.generator(seed, "grid").permutation(len(picks)))
-
-
-def _point(params: Any) -> tuple[tuple[str, Value], ...]:
-    return tuple(sorted(params.items()))
 
 
 def proposed_trial(space: Space, record: TrialRecord, objectives: int) -> Any:

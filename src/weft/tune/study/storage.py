@@ -16,20 +16,12 @@ from typing import Any, Literal, TypeVar
 
 from weft.errors import TuneError, WeftError, install_extra
 from weft.space import Space, Value
-from weft.tune.study.optuna import distributions, optuna_module, optuna_state, silence_optuna
+from weft.tune.study.optuna import STATES, State, distributions, optuna_module, optuna_state, silence_optuna
 
-State = Literal["waiting", "running", "complete", "pruned", "failed"]
 Direction = Literal["minimize", "maximize"]
 
 _NONE: Mapping[Any, Any] = MappingProxyType({})
 REPORT, RUNGS, UNSTORED = "weft:report:", "weft:rungs", "weft:unstored"
-_STATES: dict[str, State] = {
-    "WAITING": "waiting",
-    "RUNNING": "running",
-    "COMPLETE": "complete",
-    "PRUNED": "pruned",
-    "FAIL": "failed",
-}
 BUSY = 120.0
 """Seconds that SQLite waits for a file that another process has locked."""
 
@@ -126,7 +118,7 @@ class Storage:
         for name in info:
             self._set(number, partial(self._rows.set_trial_user_attr, key=name, value=info[name]))
 
-    def finish(self, number: int, state: str, values: Sequence[float] | None) -> None:
+    def finish(self, number: int, state: State, values: Sequence[float] | None) -> None:
         written = None if values is None else list(values)
         self._set(number, lambda id: self._rows.set_trial_state_values(id, optuna_state(state), written))
 
@@ -282,7 +274,7 @@ def record_of(space: Space, row: Any, objectives: int) -> TrialRecord:
     return TrialRecord(
         number=row.number,
         params=params,
-        state=_STATES[row.state.name],
+        state=next(state for state, name in STATES.items() if name == row.state.name),
         values=None if row.values is None else tuple(row.values),
         reports=dict(sorted(reports.items())),
         info=dict(row.user_attrs),

@@ -12,10 +12,10 @@ import numpy as np
 
 from weft.errors import TuneError
 from weft.space import Space, Value
-from weft.tune.study.definition import Definition, define, prepare
-from weft.tune.study.optuna import Given, complete_params, in_memory_study, optuna_module, silence_optuna
-from weft.tune.study.pruner import TrialPruner, replay_reports
-from weft.tune.study.sampler import Proposal, Suggested, propose, proposed_trial, remaining_grid_points
+from weft.tune.study.definition import Definition, prepare
+from weft.tune.study.optuna import complete_params, in_memory_study, optuna_module, silence_optuna
+from weft.tune.study.pruner import TrialPruner
+from weft.tune.study.sampler import propose, proposed_trial, remaining_grid_points
 from weft.tune.study.storage import (
     REPORT,
     RUNGS,
@@ -58,25 +58,18 @@ class Study:
     def open(
         cls,
         name: str,
-        space: Space,
+        definition: Definition,
         *,
-        directions: Sequence[Direction],
-        seed: int,
-        max_concurrent: int,
         trials: int,
         storage: str,
-        sampler: Given = "tpe",
-        pruner: Given = None,
         objectives: Sequence[str] = (),
         resume: bool = False,
     ) -> Study:
         """A new study, or with ``resume`` that of this name, whose definition must be equal (``trials`` may differ).
 
-        ``sampler`` and ``pruner`` are names, or mappings of ``name`` and options; ``objectives`` are the names that
-        Optuna's dashboard shows. TuneError if the storage cannot be reached, or the study exists and is not to be
-        resumed.
+        ``objectives`` are the names that Optuna's dashboard shows. TuneError if the storage cannot be reached, or the
+        study exists and is not to be resumed.
         """
-        definition = define(space, directions, seed, max_concurrent, sampler, pruner)
         rows = Storage(storage, name)
         try:
             prepare(rows, name, definition, objectives, resume)
@@ -94,7 +87,7 @@ class Study:
             return None
         return number if all(record.ended for record in self._must_have_ended(number)) else None
 
-    def ask(self) -> Proposal:
+    def ask(self) -> TrialRecord:
         """The next trial, which is running from now on; first those enqueued by hand, in order."""
         number = self.askable()
         if number is None:
@@ -106,11 +99,10 @@ class Study:
             self._storage.start(number)
             self._records[number] = replace(self._records[number], state="running")
         else:
-            suggested = self._propose(number)
-            record = TrialRecord(number, suggested.params, "running", attrs=suggested.attrs)
+            record = self._propose(number)
             self._storage.add(number, new_row(self.definition.space, record))
             self._records.append(record)
-        return Proposal(number, dict(self._records[number].params))
+        return self._records[number]
 
     def enqueue(self, params: Mapping[str, Value]) -> int:
         """Try these parameters next, after those enqueued before; returns the number of their trial.
@@ -124,9 +116,9 @@ class Study:
         self._records.append(record)
         return number
 
-    def open_trials(self) -> list[Proposal]:
+    def open_trials(self) -> list[TrialRecord]:
         """Proposed but not ended; after a crash these are to be run again."""
-        return [Proposal(one.number, dict(one.params)) for one in self._records if one.state == "running"]
+        return [record for record in self._records if record.state == "running"]
 
     def finished(self) -> bool:
         """Whether every trial has been proposed and has ended."""
@@ -228,8 +220,7 @@ class Study:
         known = len(self._records)
         if self.definition.sampler.name == "grid" and known < self.goal:
             if self._left is None or self._left[0] != known:
-                rules = self.definition
-                self._left = known, remaining_grid_points(rules.space, self._records, rules.sampler, rules.seed)
+                self._left = known, remaining_grid_points(self.definition, self._records)
             return min(self.goal, known + self._left[1])
         return max(self.goal, known)
 
@@ -243,24 +234,17 @@ class Study:
 
     def _pruner(self, number: int) -> TrialPruner:
         if number not in self._pruners:
-            rules = self.definition
-            made = TrialPruner(
-                self._records,
-                number,
-                max_concurrent=rules.max_concurrent,
-                directions=rules.directions,
-                pruner=rules.pruner,
-            )
-            self._pruners[number] = replay_reports(made, self._records[number].reports)
+            self._pruners[number] = pruner = TrialPruner(self.definition, self._records, number)
+            pruner.replay(self._records[number].reports)
         return self._pruners[number]
 
-    def _propose(self, number: int) -> Suggested:
+    def _propose(self, number: int) -> TrialRecord:
         for earlier in self._lost_state(number):
-            record, again = self._records[earlier], self._proposal(earlier)
+            record, again = self._records[earlier], propose(self.definition, self._records, earlier)
             if again.params != record.params:
                 _log.warning("trial %d would not be proposed again: has Optuna changed?", earlier)
             self._records[earlier] = replace(record, attrs={**again.attrs, **record.attrs})
-        return self._proposal(number)
+        return propose(self.definition, self._records, number)
 
     def _lost_state(self, number: int) -> list[int]:
         """The trials to propose again, in order, before this one: after a restart the state that a sampler keeps in
@@ -272,18 +256,6 @@ class Study:
             found.update(lost)
             pending += lost
         return sorted(found)
-
-    def _proposal(self, number: int) -> Suggested:
-        rules = self.definition
-        return propose(
-            rules.space,
-            self._records,
-            number,
-            max_concurrent=rules.max_concurrent,
-            directions=rules.directions,
-            sampler=rules.sampler,
-            seed=rules.seed,
-        )
 
 
 def _numbers(values: float | Sequence[float]) -> tuple[float, ...]:

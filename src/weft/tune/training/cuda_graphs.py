@@ -61,19 +61,19 @@ class GraphedStep:
     """Takes micro-batches as ``function`` does, and returns what it returns, until the next call overwrites that.
 
     A step that waits for the host during the warm-up, draws there or changes what the model keeps there is never
-    captured, nor is one that torch refuses to capture; the log says why, and no result depends on it. Without a
-    recorder all steps run eagerly.
+    captured, nor is one that torch refuses to capture; the log says why, and no result depends on it.
     """
 
     def __init__(
         self,
         function: MicroStep,
-        recorder: GraphRecorder | None,
+        recorder: GraphRecorder,
         model: nn.Module,
         loss: Any,
         is_out_of_memory: IsOutOfMemory,
     ) -> None:
-        self._function, self._recorder, self._is_out_of_memory = function, recorder, is_out_of_memory
+        self._function, self._is_out_of_memory = function, is_out_of_memory
+        self._recorder: GraphRecorder | None = recorder
         self._model, self._loss = model, loss
         self._graphs: dict[Hashable, _Graph | None] = {}
         self._steps = 0
@@ -187,20 +187,12 @@ _FAILED: list[torch.cuda.CUDAGraph] = []
 """Graphs whose capture failed: torch still refers to them, so they must not be freed."""
 
 
-def make_recorder(device: torch.device) -> GraphRecorder | None:
-    """None where nothing can be recorded."""
-    return GraphRecorder(device) if device.type == "cuda" else None
-
-
 @contextmanager
 def capture_stream(device: torch.device) -> Iterator[None]:
-    """On a GPU, work within the block goes to the stream on which graphs are captured.
+    """Work within the block goes to the stream on which graphs are captured.
 
     It is one for all trials of a process, since cuBLAS keeps a workspace for each stream that it was ever used on.
     """
-    if device.type != "cuda":
-        yield
-        return
     own, current = _stream(device), torch.cuda.current_stream(device)
     own.wait_stream(current)
     try:

@@ -18,11 +18,10 @@ from weft.distributed.store import ControlStore
 from weft.errors import TuneError
 from weft.nn.state import non_persistent_buffers, restore
 from weft.plan.planner import load as load_plan
-from weft.tune.fit.loss_model import LossModule
+from weft.tune.fit.peaks import LossModule
 from weft.tune.jobs import Fit
 from weft.tune.recipe import TrialConfig
 from weft.tune.training.checkpoint import TrialCheckpoint, load_latest, save
-from weft.tune.training.evaluation import evaluate
 from weft.tune.training.memory_limit import MemoryLimit
 from weft.tune.training.trainer import Report, Result, TrainingLoop, TrialOptimizer, run_limited
 
@@ -88,7 +87,7 @@ class DistributedTrainer(TrainingLoop):
             restore(self._whole, *self._state(), {})
             values = torch.zeros(len(config.objectives), dtype=torch.float64)
             if dist.get_rank() == 0:
-                found = evaluate(config, self.model, self._validation, config.batch_size, torch.device("cpu"))
+                found = config.evaluate(self.model, self._validation, config.batch_size, torch.device("cpu"))
                 values.copy_(torch.tensor(found, dtype=torch.float64))
             return tuple(self._from_first(values).tolist())
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from weft.data import Batch, Loader, Source
 from weft.engine.rng import HostSeeder
 from weft.errors import TuneError
-from weft.tune.recipe import TrialConfig
-from weft.tune.training.evaluation import evaluation_mode
+from weft.tune.recipe import TrialConfig, evaluation_mode
 
 SAMPLES = 16
 """Whose loss is looked at; fewer where micro-batches are smaller, since no more fit than are trained at once."""

@@ -1,31 +1,38 @@
-"""Runs one attempt at a job in this process, as workers of every executor do."""
+"""Runs one attempt at a job in this process, as workers of every executor do; and a trial as its objective sees it."""
 
 from __future__ import annotations
 
 import gc
+import math
+import operator
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
-from weft.errors import WeftError
-from weft.tune.jobs import Ended, Fit, Job, Reported
+from weft.errors import TuneError, WeftError, nearest
+from weft.space import Value
+from weft.tune.jobs import Ended, Job, Reported
 from weft.tune.recipe import Recipe, trial_config
 from weft.tune.training.memory_limit import MemoryLimit, OutOfMemory
-from weft.tune.training.trainer import Pruned, Result, train
-from weft.tune.trial import OUTPUT, Trial, finite, numbers
+from weft.tune.training.trainer import Pruned, Report, Result, train
 from weft.utils import rng
-from weft.utils.rng import key
 
-Objective = Recipe | Callable[[Trial], Any]
+Objective = Recipe | Callable[["Trial"], Any]
 Tell = Callable[[Ended], None]
 Ask = Callable[[Reported], bool]
 State = Literal["complete", "pruned", "failed", "out-of-memory", "timeout"]
+
+LAST = 2**31 - 1
+"""The largest step that every storage has room for."""
+
+OUTPUT = "output.txt"
+"""What a trial's code prints goes into this file of its directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +77,7 @@ def run_job(job: Job, spec: StudySpec, device: str, rank: int, ask: Ask, tell: T
     except BaseException as problem:
         state, error, needed = _state_of(problem)
         problem.__traceback__ = problem.__context__ = None  # it would keep every tensor of the training
-    peak = needed or _peak(device)
+    peak = needed or (int(torch.cuda.max_memory_reserved(device)) if device.startswith("cuda") else None)
     _release_memory(device)
     seconds = time.perf_counter() - began
     left = [Ended(job.id, number, state, None, error, peak, seconds) for number in job.trials if number not in ended]
@@ -92,13 +99,13 @@ def _run(job: Job, spec: StudySpec, device: str, ask: Ask, end: Tell) -> None:
             return
         end(Ended(job.id, number, "complete", found, None, peak, seconds))
 
-    def reporter(number: int) -> Callable[[int, tuple[float, ...]], bool]:
+    def reporter(number: int) -> Report:
         return lambda step, values: ask(Reported(job.id, number, step, tuple(values)))
 
     folders = [folder(job, number) for number in job.trials]
     if not isinstance(spec.objective, Recipe):
         for number, params, own in zip(job.trials, job.params, folders, strict=True):
-            resumed, seed = any(entry.name != OUTPUT for entry in own.iterdir()), key(spec.seed, "trial", number)
+            resumed, seed = any(entry.name != OUTPUT for entry in own.iterdir()), rng.key(spec.seed, "trial", number)
             report = reporter(number)
             trial = Trial(number, params, own, device, job.memory, resumed, seed, spec.objectives, report)
             complete(number, _call(spec.objective, trial))
@@ -106,14 +113,13 @@ def _run(job: Job, spec: StudySpec, device: str, ask: Ask, end: Tell) -> None:
 
     configs = [trial_config(spec.objective, params) for params in job.params]
     if len(configs) == 1:
-        result = _trainer(job.fit)(
-            configs[0],
-            job.fit,
-            device=device,
-            memory=job.memory,
-            directory=folders[0],
-            report=reporter(job.trials[0]),
-        )
+        train_one: Callable[..., Result] = train
+        if job.fit is not None and job.fit.devices > 1:
+            from weft.tune.training.distributed import train_split
+
+            train_one = train_split
+        report = reporter(job.trials[0])
+        result = train_one(configs[0], job.fit, device=device, memory=job.memory, directory=folders[0], report=report)
         complete(job.trials[0], result.values, result.peak)
         return
     from weft.tune.fusion.trainer import train_fused
@@ -133,14 +139,6 @@ def _run(job: Job, spec: StudySpec, device: str, ask: Ask, end: Tell) -> None:
         report=lambda index, step, values: reporter(job.trials[index])(step, values),
         ended=leave,
     )
-
-
-def _trainer(fit: Fit | None) -> Callable[..., Result]:
-    if fit is None or fit.devices == 1:
-        return train
-    from weft.tune.training.distributed import train_split
-
-    return train_split
 
 
 def _call(objective: Callable[[Trial], Any], trial: Trial) -> Any:
@@ -170,10 +168,6 @@ def _state_of(problem: BaseException) -> tuple[State, str, int | None]:
     return "failed", "".join(traceback.format_exception(problem)).strip(), None
 
 
-def _peak(device: str) -> int | None:
-    return int(torch.cuda.max_memory_reserved(device)) if device.startswith("cuda") else None
-
-
 def _release_memory(device: str) -> None:
     """Gives back what the last trial held."""
     sys.last_exc = sys.last_value = None  # type: ignore[attr-defined]
@@ -181,3 +175,78 @@ def _release_memory(device: str) -> None:
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+
+
+# A trial as an objective that is a function sees it, and the values that it reports and returns.
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a function that is an objective is called with; ``trial["lr"]`` reads one of its values."""
+
+    number: int
+    params: Mapping[str, Value]
+    """Of its choices, and of the derived dimensions of the space."""
+    directory: Path
+    """Of this trial alone. What is written here is still there when the trial continues after a crash."""
+    device: str
+    """As torch names it."""
+    memory: int | None
+    """Bytes that it may take of the device; None: all of it."""
+    resumed: bool
+    """Whether an earlier attempt at this trial left something in the directory."""
+    seed: int
+    """Of this trial alone; the global generators of Python, NumPy and torch are seeded with it too."""
+    objectives: tuple[str, ...]
+    tell: Report
+
+    def __getitem__(self, name: str) -> Value:
+        if name not in self.params:
+            raise TuneError(f"trial {self.number} has no value '{name}'{nearest(name, self.params)}")
+        return self.params[name]
+
+    def report(self, values: Any, step: int) -> None:
+        """The objectives' values after so many steps; raises ``Pruned`` where the study ends the trial.
+
+        The same step may be reported again after a resume. Do not catch Pruned, or raise it again.
+        """
+        number = operator.index(step)
+        if not 0 <= number <= LAST:
+            raise TuneError(f"a report is made after 0 to {LAST} steps, as databases can keep them, not {number}")
+        if self.tell(number, numbers(values, self.objectives, "report")):
+            raise Pruned
+
+
+def numbers(values: Any, objectives: Sequence[str], what: str) -> tuple[float, ...]:
+    """One number per objective, from a number, a sequence in the order of the objectives, or a mapping by name.
+
+    >>> numbers({"loss": 1, "size": 2}, ("size", "loss"), "return")
+    (2.0, 1.0)
+    """
+    wanted = f"{len(objectives)} numbers ({', '.join(objectives)})" if len(objectives) > 1 else "a number"
+    if values is None:
+        raise TuneError(f"the objective must {what} {wanted}, not nothing (None)")
+    if isinstance(values, Mapping):
+        if set(values) != set(objectives):
+            raise TuneError(f"the objective must {what} {wanted}, not values of {', '.join(map(repr, values))}")
+        values = [values[name] for name in objectives]
+    if hasattr(values, "tolist"):  # NumPy and torch
+        values = values.tolist()
+    several = list(values) if isinstance(values, (list, tuple)) else [values]
+    try:
+        if any(isinstance(value, str) for value in several):
+            raise TypeError
+        found = tuple(float(cast(Any, value)) for value in several)
+    except (TypeError, ValueError):
+        raise TuneError(f"the objective must {what} {wanted}, not {str(values)[:80]!r}") from None
+    if len(found) != len(objectives):
+        raise TuneError(f"the objective must {what} {wanted}, not {len(found)}")
+    return found
+
+
+def finite(values: tuple[float, ...], objectives: Sequence[str]) -> tuple[float, ...]:
+    """The values of a trial that is complete; TuneError names the objective that is not a finite number."""
+    for name, value in zip(objectives, values, strict=True):
+        if not math.isfinite(value):
+            raise TuneError(f"'{name}' is {value} at the end: a complete trial needs a finite number per objective")
+    return values

@@ -25,12 +25,9 @@ from weft.nn.state import ExtraState, restore
 from weft.tune.jobs import Fit
 from weft.tune.recipe import TrialConfig, resident
 from weft.tune.training.checkpoint import TrialCheckpoint, load_latest, save
-from weft.tune.training.cuda_graphs import Gradients, GraphedStep, can_capture, capture_stream, make_recorder
-from weft.tune.training.evaluation import evaluate
+from weft.tune.training.cuda_graphs import Gradients, GraphedStep, GraphRecorder, can_capture, capture_stream
 from weft.tune.training.loss_check import require_mean_loss
 from weft.tune.training.memory_limit import MemoryLimit, OutOfMemory
-
-__all__ = ["OutOfMemory", "Pruned", "Result", "train"]
 
 Ran = TypeVar("Ran")
 Report = Callable[[int, tuple[float, ...]], bool]
@@ -88,7 +85,7 @@ def run_limited(limit: MemoryLimit, run: Callable[[], Ran], cuda_graphs: bool = 
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device))
             stack.enter_context(deterministic(device))
-            if cuda_graphs:
+            if cuda_graphs and device.type == "cuda":
                 stack.enter_context(capture_stream(device))
             stack.enter_context(limit)
             return run()
@@ -214,6 +211,9 @@ class TrainingLoop(ABC):
 class TrialTrainer(TrainingLoop):
     """The training of a trial on one device."""
 
+    _graphed: GraphedStep | None = None
+    """Its micro-batches as CUDA graphs, where they are worth it."""
+
     def __init__(self, config: TrialConfig, fit: Fit | None, limit: MemoryLimit, directory: Path) -> None:
         super().__init__(config, fit, limit, limit.device, directory)
         self._strategy = "whole" if fit is None else fit.strategy
@@ -225,8 +225,8 @@ class TrialTrainer(TrainingLoop):
 
     def evaluate(self) -> tuple[float, ...]:
         """With no larger a batch than fits in training."""
-        with self._graphed.outside_graph():
-            return evaluate(self.config, self.model, self._validation, self.micro, self.device)
+        with self._graphed.outside_graph() if self._graphed else nullcontext():
+            return self.config.evaluate(self.model, self._validation, self.micro, self.device)
 
     def _resume(self) -> TrialCheckpoint | None:
         """As the trial was, also where it made weights as late as in its first step."""
@@ -246,8 +246,10 @@ class TrialTrainer(TrainingLoop):
     def _prepare(self, left: int) -> Callable[[], None]:
         if self._strategy == "recompute":
             recompute(self.model)
-        fits = self._strategy in ("whole", "accumulate") and can_capture(self.config, left, self._memory)
-        recorder = make_recorder(self.device) if fits else None
+        able = self._strategy in ("whole", "accumulate")
+        recorder = make_recorder(self.device, self.config, left, self._memory) if able else None
+        if recorder is None:
+            return super()._prepare(left)
         loss, exceeded = self.config.loss, self._limit.exceeded
         self._graphed = GraphedStep(self._micro_step, recorder, self.model, loss, exceeded)
         return self._graphed.close
@@ -257,7 +259,7 @@ class TrialTrainer(TrainingLoop):
         for number, start in enumerate(range(0, size, self.micro)):
             part = batch if self.micro >= size else {k: v[start : start + self.micro] for k, v in batch.items()}
             self._seeder.set(step, number, "model")
-            loss, gradients = self._graphed(part, gradients)
+            loss, gradients = (self._graphed or self._micro_step)(part, gradients)
             self.losses[step].add_(loss)  # stays on the device, so that the host need not wait
         self._set_gradients(gradients)
         self.optimizer.step(self.config.lr_schedule(step, self.config.steps))
@@ -305,6 +307,11 @@ class TrialTrainer(TrainingLoop):
         extra = self._extra_state.changed(self.model)
         checkpoint = TrialCheckpoint(step, self.model.state_dict(), states, self.losses[:step], values, *extra)
         save(self._directory, self._contract, checkpoint)
+
+
+def make_recorder(device: torch.device, config: TrialConfig, left: int, memory: int | None) -> GraphRecorder | None:
+    """For CUDA graphs of the steps that are left; None where there are none, or they are not worth it."""
+    return GraphRecorder(device) if device.type == "cuda" and can_capture(config, left, memory) else None
 
 
 def train_and_validation(data: Data, device: torch.device) -> tuple[Source, Source]:
