@@ -53,7 +53,7 @@ def replay(timeline: AllocationTimeline, config: AllocatorConfig | None = None) 
     blocks = {}
     phases: dict[str, int] = {}
     phase = 0
-    best, moment = -1, 0
+    best = moment = 0
     now = 0
     for place, event in enumerate(timeline.events):
         if event == 0:
@@ -74,7 +74,7 @@ def replay(timeline: AllocationTimeline, config: AllocatorConfig | None = None) 
                 best, moment = now, place
         else:
             allocator.free(blocks.pop(-event))
-    parts, modules = _breakdown(timeline, moment, allocator)
+    parts, modules = _breakdown(timeline, moment, best)
     reserved = max(each.reserved_peak for each in (allocator, *others))
     return PeakMemory(allocator.peak, reserved, {n: phases.get(n, 0) for n in PHASES[1:]}, parts, modules)
 
@@ -120,7 +120,7 @@ def _run(timeline: AllocationTimeline, outside: CachingAllocator, inside: Cachin
 
 
 def _breakdown(
-    timeline: AllocationTimeline, moment: int, allocator: CachingAllocator
+    timeline: AllocationTimeline, moment: int, allocated: int
 ) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
     alive: set[int] = set()
     for event in timeline.events[: moment + 1]:
@@ -133,6 +133,6 @@ def _breakdown(
     for block in alive:
         size, part = timeline.sizes[block], timeline.categories[block]
         parts[part] += size
-        parts["rounding"] += allocator.rounded(size) - size if size else 0
         modules[timeline.modules[block]][part] += size
+    parts["rounding"] = allocated - sum(parts.values())
     return parts, {name: dict(held) for name, held in sorted(modules.items())}
