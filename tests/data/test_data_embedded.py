@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
 from weft.data import Subset, Text, digits, load, open_data, text
-from weft.data.builtin import _cut
+from weft.data.open import _cut
 from weft.errors import DataError
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import weft
 from weft import zoo
-from weft.data.builtin import digits
+from weft.data.open import digits
 from weft.elastic import Mixture, Module
 from weft.errors import SupernetError
 from weft.utils.rng import generator
