@@ -244,8 +244,6 @@ def image_data(
     highest = 0
     for part, (pixels, labels) in parts.items():
         where = f"the {part} part of {name}"
-        if len(pixels) != len(labels):
-            raise DataError(f"{where} has {len(pixels)} images and {len(labels)} labels")
         if len(pixels) == 0:
             raise DataError(f"{where} is empty")
         if labels.dtype.kind not in "iu" or labels.ndim != 1 or labels.min() < 0:
