@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,18 @@ def load(path: str | os.PathLike[str], kind: str | None = None, **options: Any) 
     kind = guess(place) if kind is None else kind
     if kind not in KINDS:
         raise DataError(f"unknown kind of data '{kind}'{nearest(kind, KINDS)}")
-    return _call(kind, KINDS[kind], {"path": place, **options})
+    if kind == "text":
+        return _call(kind, text, {"path": place, **options})
+    validation, seed = options.pop("validation", 0.1), options.pop("seed", 0)
+    data = _call(kind, KINDS[kind], {"path": place, **options}, ("validation", "seed"))
+    if data.validation is not None or validation == 0:
+        return data
+    if not 0 < validation < 1:
+        raise DataError(f"validation is a fraction of the training part, from 0 to below 1; got {validation}")
+    keys = data.train.take(np.zeros(1, dtype=np.int64)) if "classes" in data.info else {}
+    labels = next((name for name in ("label", "y") if name in keys), None)
+    train, held = split(data.train, (1 - validation, validation), seed, labels)
+    return replace(data, train=train, validation=held)
 
 
 def guess(path: Path) -> str:
@@ -64,11 +76,11 @@ def guess(path: Path) -> str:
     raise DataError(f"cannot tell what kind of data {path} is; give kind=, one of {', '.join(sorted(KINDS))}")
 
 
-def _call(name: str, make: Callable[..., Data], options: Mapping[str, Any]) -> Data:
+def _call(name: str, make: Callable[..., Data], options: Mapping[str, Any], others: Sequence[str] = ()) -> Data:
     names = inspect.signature(make).parameters
     for option in options:
         if option not in names:
-            raise DataError(f"unknown option '{option}' for {name}{nearest(option, names)}")
+            raise DataError(f"unknown option '{option}' for {name}{nearest(option, (*names, *others))}")
     return make(**options)
 
 

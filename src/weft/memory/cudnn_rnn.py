@@ -88,7 +88,7 @@ def _flatten(params: list[Tensor]) -> list[Tensor]:
 
 def _parts(flat: Tensor, params: list[Tensor]) -> list[Tensor]:
     """The block as views with the shapes of the weights, one after the other."""
-    pieces = flat.split([one.numel() for one in params])
+    pieces = torch.split(flat, [one.numel() for one in params])
     return [piece.view(one.shape) for piece, one in zip(pieces, params, strict=True)]
 
 

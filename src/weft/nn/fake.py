@@ -111,7 +111,7 @@ def _like(tensor: Tensor) -> Tensor:
 def _flatten_rnn(module: nn.RNNBase, memo: dict[int, Any]) -> None:
     own = [weight for weight in module._flat_weights if weight is not None]
     flat = torch.empty(sum(weight.numel() for weight in own), dtype=own[0].dtype)
-    for weight, part in zip(own, flat.split([weight.numel() for weight in own]), strict=True):
+    for weight, part in zip(own, torch.split(flat, [weight.numel() for weight in own]), strict=True):
         memo[id(weight)] = nn.Parameter(part.view(weight.shape), weight.requires_grad)
 
 
