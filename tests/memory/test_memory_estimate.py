@@ -126,8 +126,7 @@ def test_a_step_that_makes_more_blocks_for_a_larger_batch_is_traced_but_not_sear
 def test_a_model_that_takes_even_batches_alone_is_estimated_at_others() -> None:
     class Pairs(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            one, two = super().forward(x).view(2, len(x) // 2, 8)
-            return one * two
+            return super().forward(x).view(2, len(x) // 2, 8).prod(0)
 
     check_equal(estimate(Pairs(8, 8), torch.zeros(4, 8)).at(10), estimate(Pairs(8, 8), torch.zeros(10, 8)))
 
@@ -222,35 +221,26 @@ class Turned(nn.Module):
 
 
 def test_biases_and_masks_are_added_in_place_as_with_tensors_that_hold_data() -> None:
-    x = torch.zeros(256, 30, 64)
-    found = estimate(Turned(), {"x": x}, optimizer="sgd")
-    timeline, _ = found.timeline(256)
-    squares = 256 * 3 * 64 * 64 * 4
+    timeline, _ = estimate(Turned(), {"x": torch.zeros(256, 30, 64)}, optimizer="sgd").timeline(256)
     forward = timeline.events[: timeline.events.index(0, timeline.events.index(0) + 1)]
-    made = [timeline.sizes[event - 1] for event in forward if event > 0]
-    assert made.count(squares) == 2  # the products, and their softmax
-    outputs = 256 * 64 * 30 * 4
-    inside = [timeline.sizes[event - 1] for event in forward if event > 0 and timeline.modules[event - 1] == "first"]
-    assert inside.count(outputs) == 2  # the copy in order, and the result
+    made = [(timeline.sizes[event - 1], timeline.modules[event - 1]) for event in forward if event > 0]
+    assert [size for size, _ in made].count(256 * 3 * 64 * 64 * 4) == 2  # the products, and their softmax
+    assert made.count((256 * 64 * 30 * 4, "first")) == 2  # the copy in order, and the result
 
 
 def test_images_with_their_channels_last_are_not_copied_but_parts_of_others_are() -> None:
-    class Cut(nn.Module):
-        def __init__(self, channels: int) -> None:
-            super().__init__()
-            self.layer, self.channels = nn.Conv2d(32, 32, 3, padding=1), channels
-
+    class Cut(nn.Conv2d):
         def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x[:, : self.channels]) if self.channels < x.shape[1] else self.layer(x)
+            return super().forward(x[:, :32] if x.shape[1] > 32 else x)
 
-    def copies(model: nn.Module, x: Tensor) -> int:
-        timeline, _ = estimate(model, {"x": x}, optimizer="sgd").timeline(16)
+    def copies(x: Tensor, layout: torch.memory_format = torch.contiguous_format) -> int:
+        model = Cut(32, 32, 3, padding=1).to(memory_format=layout)
+        timeline, _ = estimate(model, {"x": x.to(memory_format=layout)}, optimizer="sgd").timeline(16)
         return sum(timeline.sizes[call.block] for call in timeline.calls if call.name == "aten.convolution.default")
 
     x = torch.zeros(16, 32, 24, 24)
-    assert copies(Cut(32), x) == 0
-    assert copies(Cut(32).to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)) == 0
-    assert copies(Cut(32), torch.zeros(16, 64, 24, 24)) == 2 * x.nbytes  # in each of two steps
+    assert copies(x) == copies(x, torch.channels_last) == 0
+    assert copies(torch.zeros(16, 64, 24, 24)) == 2 * x.nbytes  # in each of two steps
 
 
 def test_values_that_the_model_asks_for_are_said_to_be_assumed() -> None:
@@ -318,11 +308,9 @@ class Holding(nn.Linear):
 
 def test_named_tuples_and_dataclasses_are_batches_and_outputs() -> None:
     x = torch.zeros(64, 512)
-    plain = estimate(Adding(512, 4), x)
-    assert estimate(Holding(512, 4), x).phases == plain.phases
-    found = estimate(Holding(512, 4), Rows(x))
-    assert found.phases == plain.phases
-    assert found.at(128).phases == plain.at(128).phases
+    plain, rows = estimate(Adding(512, 4), x), estimate(Holding(512, 4), Rows(x))
+    assert estimate(Holding(512, 4), x).phases == rows.phases == plain.phases
+    assert rows.at(128).phases == plain.at(128).phases
     pair = estimate(Adding(512, 4), Pair(x, x))
     assert pair.parts["batch"] == 2 * x.nbytes
     assert pair.phases == estimate(Adding(512, 4), (x, x)).phases
