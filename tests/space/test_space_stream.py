@@ -66,8 +66,6 @@ def test_the_default_spacing_is_three_quarters_of_the_smallest_choice_unless_tha
     assert len(set(steps)) > 90  # of 96
     pairs = zip(steps, steps[6:], strict=False)
     assert any(one["b0"] == other["b0"] for one, other in pairs)  # no further apart than they must be
-        one["b0"] == other["b0"] for one, other in zip(steps, steps[6:], strict=False)
-    )  # no further than it must
 
 
 @pytest.mark.parametrize(
