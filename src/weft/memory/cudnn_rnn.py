@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -88,8 +89,8 @@ def _flatten(params: list[Tensor]) -> list[Tensor]:
 
 def _parts(flat: Tensor, params: list[Tensor]) -> list[Tensor]:
     """The block as views with the shapes of the weights, one after the other."""
-    pieces = torch.split(flat, [one.numel() for one in params])
-    return [piece.view(one.shape) for piece, one in zip(pieces, params, strict=True)]
+    ends = accumulate(one.numel() for one in params)
+    return [flat[end - one.numel() : end].view(one.shape) for end, one in zip(ends, params, strict=True)]
 
 
 class _Cast(torch.autograd.Function):

@@ -58,7 +58,7 @@ def replay(timeline: AllocationTimeline, config: AllocatorConfig | None = None) 
         phases[name] = max(allocator.allocated, phases.get(name, 0))
         if allocator.allocated > best:
             best, moment = allocator.allocated, place
-    parts, modules = _breakdown(timeline, moment, best)
+    parts, modules = _breakdown(timeline, moment, allocator)
     reserved = max(reserved, allocator.reserved_peak)
     return PeakMemory(best, reserved, {name: phases.get(name, 0) for name in PHASES[1:]}, parts, modules)
 
@@ -111,7 +111,7 @@ def _events(
 
 
 def _breakdown(
-    timeline: AllocationTimeline, moment: int, allocated: int
+    timeline: AllocationTimeline, moment: int, allocator: CachingAllocator
 ) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
     alive: set[int] = set()
     for event in timeline.events[: moment + 1]:
@@ -124,6 +124,6 @@ def _breakdown(
     for block in alive:
         size, part = timeline.sizes[block], timeline.categories[block]
         parts[part] += size
+        parts["rounding"] += allocator.rounded(size) - size if size else 0
         modules[timeline.modules[block]][part] += size
-    parts["rounding"] = allocated - sum(parts.values())
     return parts, {name: dict(held) for name, held in sorted(modules.items())}
