@@ -14,7 +14,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    Sampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -44,14 +43,6 @@ class Count(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.length))
-
-
-class Backwards(Sampler[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(9, -1, -1))
-
-    def __len__(self) -> int:
-        return 10
 
 
 class Noisy(Dataset[Any]):
@@ -154,33 +145,29 @@ def test_a_plain_dataloader_goes_round_with_its_short_last_batch() -> None:
     assert [batch["x"].tolist() for batch in loader.all()] == [[0, 1], [2, 3], [4]]
     other = loader_of(DataLoader(TensorDataset(torch.arange(1, 6)), batch_size=2))
     assert loader.fingerprint() == loader.fingerprint() != other.fingerprint()
-    own = DataLoader(TensorDataset(torch.arange(10)), batch_size=5, sampler=Backwards())
+    own = DataLoader(TensorDataset(torch.arange(10)), batch_size=5, sampler=range(9, -1, -1))
     assert values(loader_of(own), 0, 2) == [[9, 8, 7, 6, 5], [4, 3, 2, 1, 0]]
 
 
 def shuffling(kind: str, workers: int = 0) -> DataLoader[Any]:
-    data, options = TensorDataset(torch.arange(10)), {"batch_size": 3, "num_workers": workers}
-    if kind == "random":
-        return DataLoader(data, shuffle=True, **options)
-    if kind == "own generator":
-        return DataLoader(data, shuffle=True, generator=torch.Generator().manual_seed(1), **options)
-    if kind == "weighted":
-        return DataLoader(data, sampler=WeightedRandomSampler([1.0] * 10, 10), **options)
-    return DataLoader(data, sampler=SubsetRandomSampler(range(10)), **options)
+    options: dict[str, dict[str, Any]] = {
+        "random": {"shuffle": True},
+        "own generator": {"shuffle": True, "generator": torch.Generator().manual_seed(1)},
+        "weighted": {"sampler": WeightedRandomSampler([1.0] * 10, 10)},
+        "subset": {"sampler": SubsetRandomSampler(range(10))},
+    }
+    return DataLoader(TensorDataset(torch.arange(10)), batch_size=3, num_workers=workers, **options[kind])
 
 
 @pytest.mark.parametrize("kind", ["random", "own generator", "weighted", "subset"])
 def test_a_shuffling_dataloader_is_reseeded_and_so_repeats_and_resumes(kind: str) -> None:
-    state = torch.random.get_rng_state()
     first = values(loader_of(shuffling(kind), seed=4), 0, 12)
     torch.rand(7)
     again = loader_of(shuffling(kind), seed=4)
-    assert values(again, 0, 12) == first
     assert values(again, 6, 12) == first[6:]
     assert [again.batch(i)["x"].tolist() for i in (0, 1, 7, 8, 2)] == [first[i] for i in (0, 1, 7, 8, 2)]
     assert first[:4] != first[4:8], "epochs differ"
     assert values(loader_of(shuffling(kind), seed=5), 0, 12) != first
-    torch.random.set_rng_state(state)
 
 
 def test_a_dataloader_leaves_the_global_generator_alone_and_its_draws_are_keyed() -> None:

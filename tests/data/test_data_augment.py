@@ -35,24 +35,10 @@ def test_a_draw_belongs_to_its_sample_whatever_the_batch(
     assert together.integers("i", -3, 4)[at] == alone.integers("i", -3, 4)[0]
 
 
-def test_draws_differ_by_seed_sample_epoch_name_and_place() -> None:
-    base = Draws(0, np.arange(50), 0)
-    values = [
-        base.uniform("a", (4,)),
-        base.uniform("b", (4,)),
-        Draws(1, np.arange(50), 0).uniform("a", (4,)),
-        Draws(0, np.arange(50), 1).uniform("a", (4,)),
-    ]
-    flat = np.concatenate([value.ravel() for value in values])
-    assert len(np.unique(flat)) == len(flat) == 800
-
-
-def test_draws_are_uniform_and_reach_both_ends() -> None:
+def test_draws_are_uniform_and_differ_by_seed_sample_epoch_name_and_place() -> None:
     draws = Draws(0, np.arange(20_000), 0)
     uniform, whole = draws.uniform("u"), draws.integers("i", -2, 3)
-    assert uniform.shape == (20_000,)
-    assert uniform.min() >= 0
-    assert uniform.max() < 1
+    assert 0 <= uniform.min() < uniform.max() < 1
     assert abs(uniform.mean() - 0.5) < 0.01
     assert abs(np.corrcoef(uniform[1:], uniform[:-1])[0, 1]) < 0.03
     counts = np.bincount(whole + 2)
@@ -60,6 +46,9 @@ def test_draws_are_uniform_and_reach_both_ends() -> None:
     assert (abs(counts - 4_000) < 300).all()
     with pytest.raises(DataError, match="low=3, high=3"):
         draws.integers("i", 3, 3)
+    others = ((0, 0, "a"), (0, 0, "b"), (1, 0, "a"), (0, 1, "a"))  # seed, epoch and name
+    values = [Draws(seed, np.arange(50), epoch).uniform(name, (4,)) for seed, epoch, name in others]
+    assert len(np.unique(values)) == 800
 
 
 def shifted(image: np.ndarray, down: int, right: int, mirrored: bool) -> np.ndarray:

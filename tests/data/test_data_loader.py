@@ -122,22 +122,20 @@ def test_work_goes_ahead_of_the_consumer_but_no_further_than_asked() -> None:
 
 def test_all_gives_everything_once_in_order_with_a_short_last_batch() -> None:
     loader = Loader(numbers(7), 3, 0, shuffle=False)
-    assert [batch["x"].tolist() for batch in loader.all()] == [[0, 1, 2], [3, 4, 5], [6]]
-    assert [batch["x"].tolist() for batch in Loader(numbers(7), 3, 0).all()] == [[0, 1, 2], [3, 4, 5], [6]]
+    for one in (loader, Loader(numbers(7), 3, 0)):
+        assert [batch["x"].tolist() for batch in one.all()] == [[0, 1, 2], [3, 4, 5], [6]]
     assert [batch["x"].tolist() for batch in loader.iterate(0, 4)] == [[0, 1, 2], [3, 4, 5]] * 2
     small = Loader(numbers(2), 3, 0, shuffle=False)
     assert [batch["x"].tolist() for batch in small.all()] == [[0, 1]]
     with pytest.raises(DataError, match=r"batch of 3 .* 2 samples"):
         small.iterate()
-    for make in (
-        lambda: Loader(numbers(5), 0, 0),
-        lambda: Loader(numbers(5), 1, 0, ahead=-1),
-        lambda: Loader(numbers(5), 1, 0, workers=-1),
-        lambda: loader.batch(-1),
-        lambda: loader.iterate(-1),
-    ):
-        with pytest.raises(DataError, match="got"):
-            make()
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 0}, {"ahead": -1}, {"workers": -1}, {"start": -1}], ids=str)
+def test_numbers_that_are_too_small_are_refused(options: dict[str, int]) -> None:
+    start = options.pop("start", 0)
+    with pytest.raises(DataError, match="got"):
+        Loader(numbers(5), **{"batch_size": 1, "seed": 0, **options}).batch(start)
 
 
 def test_batches_reach_a_cuda_device_whole(require: Callable[[str, bool, str], None]) -> None:

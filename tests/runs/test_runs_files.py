@@ -27,14 +27,9 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     write_atomic(tmp_path / "x", b"\x00\xff")
     assert sha256_file(tmp_path / "x") == hashlib.sha256(b"\x00\xff").hexdigest()
     write_atomic(str(tmp_path / "x"), "über\n")
-
-    def work() -> None:
-        with replacing(tmp_path / "x", 3) as file:
-            file.write(b"new")
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        work()
+    with pytest.raises(KeyError), replacing(tmp_path / "x", 3) as file:  # noqa: PT012
+        file.write(b"new")
+        raise KeyError
     assert (tmp_path / "x").read_bytes() == "über\n".encode()
     with pytest.raises(RunError, match="cannot write object"):
         write_json(tmp_path / "y.json", {"a": object()})
@@ -66,37 +61,21 @@ def test_values_of_numpy_torch_and_dataclasses_become_plain() -> None:
         x: float
         where: Path
 
-    value = {
-        "p": Point(-math.inf, Path("a/b")),
-        "n": np.float32(0.5),
-        "m": np.arange(3),
-        "t": torch.tensor([[1, 2]]),
-        "s": torch.tensor(math.nan),
-        "set": {3, 1},
-        7: (True, None),
-    }
-    assert to_json(value) == {
-        "p": {"x": "-inf", "where": "a/b"},
-        "n": 0.5,
-        "m": [0, 1, 2],
-        "t": [[1, 2]],
-        "s": "nan",
-        "set": [1, 3],
-        "7": [True, None],
-    }
+    for value, wanted in (
+        (Point(-math.inf, Path("a/b")), {"x": "-inf", "where": "a/b"}),
+        ([np.float32(0.5), np.arange(3), torch.tensor([[1, 2]])], [0.5, [0, 1, 2], [[1, 2]]]),
+        ({"nan": torch.tensor(math.nan), "set": {3, 1}}, {"nan": "nan", "set": [1, 3]}),
+        ({7: (True, None)}, {"7": [True, None]}),
+    ):
+        assert to_json(value) == wanted
 
 
 def test_files_of_a_folder_are_replaced_together_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("old")
-
-    def fail(folder: Path) -> None:
-        with replacing_files(folder) as temp:
+    for folder in (tmp_path, tmp_path / "new"):
+        with pytest.raises(KeyError), replacing_files(folder) as temp:  # noqa: PT012
             (temp / "a").write_text("torn")
             raise KeyError
-
-    for folder in (tmp_path, tmp_path / "new"):
-        with pytest.raises(KeyError):
-            fail(folder)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "old")]
     with replacing_files(tmp_path, last=("a",)) as temp:
         for name in "ab":

@@ -87,11 +87,7 @@ def test_manifest_fields_are_added_and_changed_on_disk(tmp_path: Path) -> None:
     other = Run.open(run.path)
     run.update_manifest(space="abc")
     other.update_manifest(data="def", seed=2)
-    assert {name: Run.open(run.path).manifest[name] for name in ("space", "data", "seed")} == {
-        "space": "abc",
-        "data": "def",
-        "seed": 2,
-    }
+    assert Run.open(run.path).manifest.items() >= {"space": "abc", "data": "def", "seed": 2}.items()
     with pytest.raises(TypeError):
         run.manifest["seed"] = 3  # type: ignore[index]
 
@@ -125,16 +121,11 @@ def test_the_last_end_among_the_events_is_the_state(tmp_path: Path, end: str) ->
 
 def test_leaving_the_lock_writes_the_events_even_after_an_error(tmp_path: Path) -> None:
     run = Run.create(tmp_path, "r", manifest={})
-
-    def work() -> None:
-        with run.locked():
-            run.events.append("step", step=0)
-            raise KeyError
-
     write_json(run.path / "lock", {"pid": 1, "host": "elsewhere"})  # nobody holds it, whatever it says
     assert run.state() == "interrupted"
-    with pytest.raises(KeyError):
-        work()
+    with pytest.raises(KeyError), run.locked():  # noqa: PT012
+        run.events.append("step", step=0)
+        raise KeyError
     assert run.state() == "interrupted"
     assert [event["step"] for event in Run.open(run.path).events.read()] == [0]
 
@@ -158,9 +149,6 @@ def test_the_test_set_gives_one_score_a_name(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"already used for 'best' on \d{4}-.*choose another name"):
         run.record_test("best", {"accuracy": 0.6})
     run.record_test("second", {"accuracy": 0.6})
-    uses = Run.open(run.path).test_scores
-    assert {name: use["scores"] for name, use in uses.items()} == {
-        "best": {"accuracy": 0.5, "loss": "nan"},
-        "second": {"accuracy": 0.6},
-    }
+    scores = [(name, use["scores"]) for name, use in Run.open(run.path).test_scores.items()]
+    assert scores == [("best", {"accuracy": 0.5, "loss": "nan"}), ("second", {"accuracy": 0.6})]
     assert [event["name"] for event in run.events.read() if event["event"] == "test"] == ["best", "second"]

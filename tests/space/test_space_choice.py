@@ -26,12 +26,10 @@ floats = st.builds(
 choices = categoricals | integers | floats
 
 
-def test_integers_are_sorted_and_only_adjacent_ones_are_neighbours():
+def test_integers_are_sorted_and_only_adjacent_ones_are_neighbours() -> None:
     widths = Integers((64, 16, 32))
     assert widths.options == (16, 32, 64)
-    assert widths.neighbours(16) == (32,)
-    assert widths.neighbours(32) == (16, 64)
-    assert widths.neighbours(64) == (32,)
+    assert [widths.neighbours(width) for width in (16, 32, 64)] == [(32,), (16, 64), (32,)]
     assert Integers((64, 16, 32), ordered=False).neighbours(16) == (64, 32)
     assert Categorical(("a", "b", "c")).neighbours("b") == ("a", "c")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 
 import numpy as np
 import pytest
 from expression_trees import built, computed, nested
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from weft.errors import SpaceError
@@ -91,7 +92,7 @@ def test_constants_are_plain_finite_values():
         [],
         [["name", "a"], ["name", "b"]],
         [["name", "a"], ["op", "+"]],
-        [["name", "a"], ["op", "__import__"]],
+        [["op", "__import__"]],
         [["name", 3]],
         [["int", "3"]],
         [["int", True]],
@@ -107,13 +108,6 @@ def test_malformed_json_is_refused(data):
         Expr.from_json(data)
 
 
-def test_a_sum_of_a_thousand_terms_works_as_a_short_one_does():
-    long = sum((Expr.variable(f"x{i}") for i in range(1000)), Expr.of(0))
-    assert long.value({f"x{i}": i for i in range(1000)}) == 499500
-    assert Expr.from_json(json.loads(json.dumps(long.to_json()))).same_as(long)
-    assert str(long).endswith("x998 + x999")
-
-
 @given(trees, st.fixed_dictionaries({name: st.integers(-4, 4) for name in "abc"}))
 def test_value_agrees_with_a_recursive_evaluation(tree, values):
     assert outcome(lambda: built(tree).value(values)) == outcome(lambda: computed(tree, values))
@@ -127,6 +121,7 @@ def test_knowing_some_names_first_does_not_change_the_value(tree, values, known)
 
 
 @given(trees)
+@example(functools.reduce(lambda left, right: ("+", left, right), ["a"] * 400))
 def test_json_and_pickle_keep_the_expression(tree):
     expr = built(tree)
     assert Expr.from_json(json.loads(json.dumps(expr.to_json()))).same_as(expr)

@@ -74,18 +74,6 @@ def test_every_round_holds_each_option_once_and_every_window_is_distinct(shape, 
         assert len(set(steps[start : start + spacing])) == spacing
 
 
-@settings(max_examples=60, deadline=None)
-@given(shapes, st.integers(0, 2**32), st.lists(st.integers(0, 20_000), min_size=1, max_size=8))
-def test_access_in_any_order_equals_access_in_sequence(shape, seed, steps):
-    count, spacing = shape
-    wandering = SpacedPermutation(seed, "choice", count, spacing)
-    for step in steps:
-        assert wandering.at(step) == SpacedPermutation(seed, "choice", count, spacing).at(step)
-    sequence = SpacedPermutation(seed, "choice", count, spacing)
-    for step in range(min(steps), min(steps) + 300):
-        assert wandering.at(step) == sequence.at(step)
-
-
 @pytest.mark.parametrize("place", [0, 1021, 1040, 1056])
 def test_the_option_at_one_step_is_uniform_over_seeds(place):
     count, spacing, seeds = 8, 6, 1600  # free rounds are steps 0..1023, bridging rounds 1024..1055

@@ -48,12 +48,8 @@ def test_a_subnet_reads_active_choices_and_derived_dimensions():
 
 def test_what_is_inactive_is_absent_and_so_is_what_derives_from_it():
     subnet = shallow(example())
-    assert "block.1" not in subnet
-    assert "is_skip" not in subnet
-    assert "hidden" in subnet
-    assert subnet.get("is_skip") is None
-    assert subnet.get("block.1", "none") == "none"
-    assert subnet.get("stem") == 16
+    assert [name in subnet for name in ("block.1", "is_skip", "hidden")] == [False, False, True]
+    assert (subnet.get("is_skip"), subnet.get("block.1", "none"), subnet.get("stem")) == (None, "none", 16)
     with pytest.raises(SpaceError, match=r"'block\.1' is inactive"):
         subnet["block.1"]
     with pytest.raises(SpaceError, match=r"unknown name 'sten'; did you mean 'stem'\?"):
@@ -82,18 +78,21 @@ def test_json_and_pickle_keep_a_subnet():
         assert again == subnet
         assert again["hidden"] == 64
     one, two = shallow(example()), shallow(example())  # of equal spaces
-    assert one == two
-    assert (hash(one), one.id) == (hash(two), two.id)
-    assert one != deep(example())
-    assert one != "stem=16"
+    assert (one, hash(one), one.id) == (two, hash(two), two.id)
     more = example()
     more.categorical("more", ["x"])
-    assert more.subnet({**one.values, "more": "x"}) != one
-    for data in (None, [], {}, {"space": "x", "values": 1}, {"space": "x", "values": {}, "more": 1}):
-        with pytest.raises(SpaceError, match="a subnet is written"):
-            space.load_subnet(data)
+    for other in (deep(example()), "stem=16", more.subnet({**one.values, "more": "x"})):
+        assert one != other
+
+
+@pytest.mark.parametrize(
+    "data", [None, [], {}, {"space": "x", "values": 1}, {"space": "x", "values": {}, "more": 1}], ids=str
+)
+def test_what_is_no_subnet_of_the_space_is_not_loaded(data):
+    with pytest.raises(SpaceError, match="a subnet is written"):
+        example().load_subnet(data)
     with pytest.raises(SpaceError, match="is of space ffff, not of this one"):
-        space.load_subnet({"space": "ffff", "values": {}})
+        example().load_subnet({"space": "ffff", "values": {}})
 
 
 PRINT_IDS = """

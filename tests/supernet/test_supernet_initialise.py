@@ -132,11 +132,13 @@ def test_of_modules_on_the_meta_device_only_those_that_can_reset_themselves_are_
     before = pretrained.weight.detach().clone()
     with torch.device("meta"):
         mixed = Chain(Shared(nn.Sequential(pretrained, nn.Linear(3, 3)), "a"))
-        chain = Chain(Shared(nn.Sequential(nn.Linear(3, 3), Bare()), "a"))
+        bare, tied = (nn.Sequential(nn.Linear(3, 3), last) for last in (Bare(), nn.Linear(3, 3)))
+    tied[1].weight = tied[0].weight  # torch would untie them
     assert torch.equal(initialise(mixed, 1).module("a")[0].weight, before)  # what has values keeps them
     assert not mixed.module("a")[1].weight.is_meta
-    with pytest.raises(SupernetError, match=r"'a.1' \(Bare\) .* factory"):
-        initialise(chain)
+    for module, message in ((bare, r"'a.1' \(Bare\) .* factory"), (tied, r"'a' has tied weights .* factory")):
+        with pytest.raises(SupernetError, match=message):
+            initialise(Chain(Shared(module, "a")))
 
 
 def test_only_the_named_layers_are_built() -> None:
@@ -165,21 +167,12 @@ def test_a_factory_that_returns_something_else_is_refused(build: Callable[..., C
 
 def test_a_chain_on_the_meta_device_has_every_shape_and_no_value_and_draws_nothing() -> None:
     real, before = initialise(build, 1), torch.get_rng_state()
-    for net in (build, build(), real, lambda: Chain(Shared(lambda: nn.Linear(int(torch.ones(3).sum()), 2), "reads"))):
+    shapes = {name: tensor.shape for name, tensor in real.state_dict().items()}
+    for net in (build, build(), real):
         flat = build_on_meta(net)
         assert all(tensor.is_meta for tensor in flat.state_dict().values())
-        if "reads" not in flat.layers:
-            assert {n: t.shape for n, t in flat.state_dict().items()} == {
-                n: t.shape for n, t in real.state_dict().items()
-            }
+        assert {name: tensor.shape for name, tensor in flat.state_dict().items()} == shapes
+    reads = build_on_meta(lambda: Chain(Shared(lambda: nn.Linear(int(torch.ones(3).sum()), 2), "reads")))
+    assert reads.module("reads").weight.is_meta
     assert not any(tensor.is_meta for tensor in real.state_dict().values())
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_weights_tied_on_the_meta_device_are_refused_since_torch_would_untie_them() -> None:
-    with torch.device("meta"):
-        first, second = nn.Linear(3, 3), nn.Linear(3, 3)
-        second.weight = first.weight
-        chain = Chain(Shared(nn.Sequential(first, second), "a"))
-    with pytest.raises(SupernetError, match=r"'a' has tied weights .* factory"):
-        initialise(chain)

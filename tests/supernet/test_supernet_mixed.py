@@ -195,13 +195,14 @@ def test_what_cannot_be_mixed_is_refused_by_name() -> None:
     chain = weft.Chain(weft.Choice(space, "a", {"one": nn.Linear(4, 1), "five": nn.Linear(4, 5)}))
     with pytest.raises(SupernetError, match=r"candidates give the same shapes: 'a\.five' gives"):
         chain(torch.zeros(2, 4), Mixture.uniform(space))
-    for row, message in (([0.5, 0.6], r"'a' are 0\.5, 0\.6 and come to 1\.1"), ([1.0], "2 options")):
+    for probabilities, message in (
+        ({"a": torch.tensor([0.5, 0.6])}, r"'a' are 0\.5, 0\.6 and come to 1\.1"),
+        ({"a": torch.tensor([1.0])}, "2 options"),
+        ({}, "no probabilities for choice 'a'"),
+    ):
         with pytest.raises(SupernetError, match=message):
-            Mixture(space, {"a": torch.tensor(row)})
-    with pytest.raises(SupernetError, match="no probabilities for choice 'a'"):
-        Mixture(space, {})
-    width = space.integer("width", [2, 4])
-    layer: Callable[[], nn.Module] = partial(elastic.Linear, space, 4, width)
+            Mixture(space, probabilities)
+    layer: Callable[[], nn.Module] = partial(elastic.Linear, space, 4, space.integer("width", [2, 4]))
     for name, candidate in (("built", layer()), ("lazy", layer)):
         with pytest.raises(SupernetError, match=rf"layer '{name}.one' is elastic \(Linear\) and needs the pick"):
             weft.initialise(weft.Chain(weft.Choice(space, name, {"one": candidate, "two": nn.Identity})))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import weft
 from weft import zoo
-from weft.data.builtin import digits
+from weft.data.open import digits
 from weft.elastic import Mixture
 from weft.errors import SupernetError
 from weft.supernet import build_on_meta

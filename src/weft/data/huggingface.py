@@ -10,19 +10,12 @@ import numpy as np
 import torch
 
 from weft.data.dataset import PARTS, Data, evenly_spaced
-from weft.data.images import assemble, channels_first, log, scale_pixels
+from weft.data.images import channels_first, log, scale_pixels
 from weft.data.source import Batch, Indices, Source, Subset, check_indices, hash_samples
 from weft.errors import DataError, install_extra
 
 
-def read(
-    path: Path,
-    *,
-    validation: float = 0.1,
-    seed: int = 0,
-    limit: int | None = None,
-    columns: Sequence[str] | None = None,
-) -> Data:
+def read(path: Path, *, limit: int | None = None, columns: Sequence[str] | None = None) -> Data:
     """What `save_to_disk` wrote, a Dataset or a DatasetDict with train, validation and test.
 
     An image column becomes "image", a class label "label"; other columns keep their names. Columns of strings are left
@@ -55,7 +48,7 @@ def read(
         info["classes"] = int(max(np.max(rows.with_format("numpy")[label][:]) for rows in parts.values())) + 1
     if "image" in keys.values():
         info["shape"] = tuple(sources["train"].take(np.zeros(1, dtype=np.int64))["image"].shape[1:])
-    return assemble(path.name, sources, info, validation, seed, None if label is None else "label")
+    return Data(path.name, **sources, info=info)
 
 
 class Rows:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weft.data.dataset import PARTS, Data, evenly_spaced, split
+from weft.data.dataset import PARTS, Data, evenly_spaced
 from weft.data.source import Batch, Indices, Source, Tensors, column, device_of, move_source
 from weft.errors import DataError, install_extra
 
@@ -117,15 +117,7 @@ def decode(files: Sequence[bytes], names: Sequence[str], size: Size | None = Non
 SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
-def read_folder(
-    path: Path,
-    *,
-    validation: float = 0.1,
-    seed: int = 0,
-    limit: int | None = None,
-    size: Size | None = None,
-    channels: int = 3,
-) -> Data:
+def read_folder(path: Path, *, limit: int | None = None, size: Size | None = None, channels: int = 3) -> Data:
     """`root/<class>/*.png|jpg` or `root/{train,val,test}/<class>/...`; classes are numbered by name.
 
     All images are decoded once and kept in memory as bytes, resized to `size` (a side, or height and width).
@@ -147,7 +139,7 @@ def read_folder(
         files = [_read(file) for file, _ in chosen]
         pixels = decode(files, [str(file) for file, _ in chosen], size, channels)
         parts[part] = (pixels, np.array([number[name] for _, name in chosen]))
-    return image_data(path.name, parts, class_names=class_names, validation=validation, seed=seed)
+    return image_data(path.name, parts, class_names)
 
 
 def holds_images(path: Path) -> bool:
@@ -183,7 +175,7 @@ _IDX_TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0
 _IDX_PARTS = {"train": "train", "t10k": "test", "test": "test"}
 
 
-def read_idx(path: Path, *, validation: float = 0.1, seed: int = 0, limit: int | None = None) -> Data:
+def read_idx(path: Path, *, limit: int | None = None) -> Data:
     """A folder with `train-images-idx3-ubyte[.gz]`, `train-labels-...` and `t10k-...`, or any file in it."""
     folder = path if path.is_dir() else path.parent
     files: dict[tuple[str, str], Path] = {}
@@ -205,7 +197,7 @@ def read_idx(path: Path, *, validation: float = 0.1, seed: int = 0, limit: int |
             raise DataError(f"{pair[0].name} has {len(images)} images, {pair[1].name} {len(labels)} labels")
         chosen = evenly_spaced(len(images), limit)
         parts[part] = (images[chosen][:, None], labels[chosen])
-    return image_data(folder.name, parts, class_names=None, validation=validation, seed=seed)
+    return image_data(folder.name, parts)
 
 
 def idx_array(path: Path) -> Array:
@@ -228,24 +220,15 @@ def idx_array(path: Path) -> Array:
     return np.frombuffer(content, dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
 
 
-# Labelled arrays: the step that every format shares, from arrays to a data set with a validation part.
+# Labelled arrays: the step that every format of images shares.
 
 
-def image_data(
-    name: str,
-    parts: Mapping[str, tuple[Pixels, Array]],
-    *,
-    class_names: Sequence[str] | None,
-    validation: float,
-    seed: int,
-) -> Data:
+def image_data(name: str, parts: Mapping[str, tuple[Pixels, Array]], class_names: Sequence[str] | None = None) -> Data:
     """A data set of images (n, channels, height, width) and whole-number labels, by part."""
     sources: dict[str, Source] = {}
     highest = 0
     for part, (pixels, labels) in parts.items():
         where = f"the {part} part of {name}"
-        if len(pixels) != len(labels):
-            raise DataError(f"{where} has {len(pixels)} images and {len(labels)} labels")
         if len(pixels) == 0:
             raise DataError(f"{where} is empty")
         if labels.dtype.kind not in "iu" or labels.ndim != 1 or labels.min() < 0:
@@ -261,16 +244,4 @@ def image_data(
     info: dict[str, Any] = {"shape": shapes["train"], "classes": highest + 1}
     if class_names is not None:
         info |= {"classes": len(class_names), "class_names": tuple(map(str, class_names))}
-    return assemble(name, sources, info, validation, seed, "label")
-
-
-def assemble(
-    name: str, sources: Mapping[str, Source], info: Mapping[str, Any], validation: float, seed: int, key: str | None
-) -> Data:
-    """A data set of parts; without a validation part, a stratified one is taken out of the training part."""
-    train, held = sources["train"], sources.get("validation")
-    if held is None and validation != 0:
-        if not 0 < validation < 1:
-            raise DataError(f"validation is a fraction of the training part, from 0 to below 1; got {validation}")
-        train, held = split(train, (1 - validation, validation), seed, key)
-    return Data(name, train, held, sources.get("test"), info)
+    return Data(name, **sources, info=info)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from weft.data.dataset import PARTS, Data, evenly_spaced
-from weft.data.images import Array, Pixels, Size, assemble, channels_first, decode, image_data
+from weft.data.images import Array, Pixels, Size, channels_first, decode, image_data
 from weft.data.source import Source, Tensors
 from weft.errors import DataError
 
@@ -19,15 +19,7 @@ _INPUTS = ("x", "image", "images", "data")
 _OUTPUTS = ("y", "label", "labels", "target", "targets")
 
 
-def read(
-    path: Path,
-    *,
-    validation: float = 0.1,
-    seed: int = 0,
-    limit: int | None = None,
-    size: Size | None = None,
-    channels: int = 3,
-) -> Data:
+def read(path: Path, *, limit: int | None = None, size: Size | None = None, channels: int = 3) -> Data:
     """An .npz file in one of two layouts.
 
     Plain: `x`, `y` or `x_train`, `y_train`, `x_val`, ... (also images/labels, and the part first). Inputs of bytes in 3
@@ -43,14 +35,11 @@ def read(
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"cannot read {path} as an .npz archive of plain arrays: {error}") from error
     if "jpeg" in arrays:
-        parts, class_names = _read_packed(path, arrays, limit, size, channels)
-        return image_data(path.stem, parts, class_names=class_names, validation=validation, seed=seed)
-    return _plain(path, arrays, limit, validation, seed)
+        return _read_packed(path, arrays, limit, size, channels)
+    return _plain(path, arrays, limit)
 
 
-def _read_packed(
-    path: Path, arrays: dict[str, Array], limit: int | None, size: Size | None, channels: int
-) -> tuple[dict[str, tuple[Pixels, Array]], list[str] | None]:
+def _read_packed(path: Path, arrays: dict[str, Array], limit: int | None, size: Size | None, channels: int) -> Data:
     absent = {"offsets", "labels"} - set(arrays)
     if absent:
         raise DataError(f"{path} has packed images but no '{min(absent)}'; it has {sorted(arrays)}")
@@ -75,10 +64,10 @@ def _read_packed(
             names = [f"image {at} of {path.name}" for at in chosen]
             parts[part] = (decode(files, names, size, channels), labels[chosen])
     class_names = arrays["class_names"].astype(str).tolist() if "class_names" in arrays else None
-    return parts, class_names
+    return image_data(path.stem, parts, class_names)
 
 
-def _plain(path: Path, arrays: dict[str, Array], limit: int | None, validation: float, seed: int) -> Data:
+def _plain(path: Path, arrays: dict[str, Array], limit: int | None) -> Data:
     arrays_by_part: dict[tuple[str, str], Array] = {}
     for name, value in arrays.items():
         words = name.lower().split("_")
@@ -110,16 +99,15 @@ def _plain(path: Path, arrays: dict[str, Array], limit: int | None, validation: 
         x.dtype == np.uint8 and x.ndim in (3, 4) and y.dtype.kind in "iu" and y.ndim == 1 for x, y in pairs.values()
     ):
         images = {part: (channels_first(x, f"x of {path}"), y) for part, (x, y) in pairs.items()}
-        return image_data(path.stem, images, class_names=None, validation=validation, seed=seed)
+        return image_data(path.stem, images)
     sources: dict[str, Source] = {
         part: Tensors(x=_tensor(x, path), y=_tensor(y, path)) for part, (x, y) in pairs.items()
     }
     x, y = pairs["train"]
     info: dict[str, Any] = {"shape": x.shape[1:]}
-    is_class = y.ndim == 1 and y.dtype.kind in "iub"
-    if is_class:
+    if y.ndim == 1 and y.dtype.kind in "iub":
         info["classes"] = max(int(targets.max()) for _, targets in pairs.values()) + 1
-    return assemble(path.stem, sources, info, validation, seed, "y" if is_class else None)
+    return Data(path.stem, **sources, info=info)
 
 
 def _tensor(values: Array, path: Path) -> torch.Tensor:

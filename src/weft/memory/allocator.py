@@ -78,8 +78,7 @@ class CachingAllocator:
         self._free: dict[bool, list[tuple[int, int, AllocatorBlock]]] = {True: [], False: []}
 
     def rounded(self, size: int) -> int:
-        alignment = self.config.alignment
-        return max(alignment, -(-size // alignment) * alignment)
+        return max(1, -(-size // self.config.alignment)) * self.config.alignment
 
     def alloc(self, size: int) -> AllocatorBlock:
         """A block of at least so many bytes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -83,11 +84,13 @@ def operator(kind: str, kept: list[Tensor]) -> Any:
 def _flatten(params: list[Tensor]) -> list[Tensor]:
     """The weights in 16 bits, in one block."""
     flat = torch.empty(sum(one.numel() for one in params), dtype=torch.float16)
-    parts, start = [], 0
-    for one in params:
-        parts.append(_Cast.apply(one, flat[start : start + one.numel()].view(one.shape)))  # type: ignore[no-untyped-call]
-        start += one.numel()
-    return parts
+    return [_Cast.apply(one, part) for one, part in zip(params, _parts(flat, params), strict=True)]  # type: ignore[no-untyped-call]
+
+
+def _parts(flat: Tensor, params: list[Tensor]) -> list[Tensor]:
+    """The block as views with the shapes of the weights, one after the other."""
+    ends = accumulate(one.numel() for one in params)
+    return [flat[end - one.numel() : end].view(one.shape) for end, one in zip(ends, params, strict=True)]
 
 
 class _Cast(torch.autograd.Function):
@@ -136,11 +139,7 @@ class _CudnnRnn(torch.autograd.Function):
         flat = x.new_empty(sum(one.numel() for one in params))
         x.new_empty(ctx.size, dtype=torch.uint8)
         del copied, states, zeros
-        parts, start = [], 0
-        for one in params:
-            parts.append(flat[start : start + one.numel()].view(one.shape))
-            start += one.numel()
-        return (None, grad, *parts)
+        return (None, grad, *_parts(flat, params))
 
 
 # oneDNN's LSTM, which a CPU takes: its fake kernel leaves out what it keeps for the backward.
@@ -150,15 +149,12 @@ _SAMPLES = 64
 
 
 def onednn_kept(args: tuple[Any, ...]) -> Tensor:
-    """The block that ``mkldnn_rnn_layer`` keeps when it is called with these arguments."""
+    """The block that ``mkldnn_rnn_layer`` keeps for its backward in one direction, or a few pages more, when it is
+    called with these arguments."""
     steps, samples, features = args[0].shape
-    return torch.empty(onednn_reserve(steps, samples, features, args[5].shape[-1], args[0].dtype), dtype=torch.uint8)
-
-
-def onednn_reserve(steps: int, samples: int, features: int, width: int, dtype: torch.dtype) -> int:
-    """Bytes that one layer keeps for its backward, in one direction, or a few pages more."""
-    first, second = (_onednn_workspace(count, features, width, dtype) for count in (1, 2))
-    return -(-(first + (steps - 1) * (second - first)) * samples // _SAMPLES) + 5 * 4096
+    first, second = (_onednn_workspace(count, features, args[5].shape[-1], args[0].dtype) for count in (1, 2))
+    size = -(-(first + (steps - 1) * (second - first)) * samples // _SAMPLES) + 5 * 4096
+    return torch.empty(size, dtype=torch.uint8)
 
 
 @lru_cache(maxsize=1024)

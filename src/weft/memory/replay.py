@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -48,35 +48,19 @@ def replay(timeline: AllocationTimeline, config: AllocatorConfig | None = None) 
     """The peaks of a timeline on a device with enough memory; of the possible reserved bytes, the largest."""
     timeline = repeat_last_step(timeline)
     allocator, *others = (make() for make in allocator_factories(config))
-    for other in others:
-        _run(timeline, other)
-    blocks = {}
+    reserved = max((_reserved(timeline, other) for other in others), default=0)
     phases: dict[str, int] = {}
-    phase = 0
-    best, moment = -1, 0
-    now = 0
-    for place, event in enumerate(timeline.events):
-        if event == 0:
-            if timeline.phases[phase] in ("setup", "optimizer"):
-                phases.clear()  # a new step
-            phase += 1
-            name = timeline.phases[phase]
-            phases[name] = max(allocator.allocated, phases.get(name, 0))
-        elif timeline.sizes[abs(event) - 1] == 0:
-            continue
-        elif event > 0:
-            blocks[event] = allocator.alloc(timeline.sizes[event - 1])
-            now = allocator.allocated
-            name = timeline.phases[phase]
-            if now > phases.get(name, -1):
-                phases[name] = now
-            if now > best:
-                best, moment = now, place
-        else:
-            allocator.free(blocks.pop(-event))
+    best = moment = 0
+    for place, phase in _events(timeline, allocator):
+        if timeline.events[place] == 0 and timeline.phases[phase - 1] in ("setup", "optimizer"):
+            phases.clear()  # a new step
+        name = timeline.phases[phase]
+        phases[name] = max(allocator.allocated, phases.get(name, 0))
+        if allocator.allocated > best:
+            best, moment = allocator.allocated, place
     parts, modules = _breakdown(timeline, moment, allocator)
-    reserved = max(each.reserved_peak for each in (allocator, *others))
-    return PeakMemory(allocator.peak, reserved, {n: phases.get(n, 0) for n in PHASES[1:]}, parts, modules)
+    reserved = max(reserved, allocator.reserved_peak)
+    return PeakMemory(best, reserved, {name: phases.get(name, 0) for name in PHASES[1:]}, parts, modules)
 
 
 def fits(timeline: AllocationTimeline, memory: int, config: AllocatorConfig | None = None) -> bool:
@@ -84,7 +68,7 @@ def fits(timeline: AllocationTimeline, memory: int, config: AllocatorConfig | No
     timeline = repeat_last_step(timeline)
     try:
         for make in allocator_factories(config):
-            _run(timeline, make(limit=memory))
+            _reserved(timeline, make(limit=memory))
     except AllocationFailed:
         return False
     return True
@@ -97,14 +81,22 @@ def reserved_in_two_pools(timeline: AllocationTimeline, config: AllocatorConfig)
     Nobody knows where a process's segments lie: the largest figure counts.
     """
     timeline = repeat_last_step(timeline)
-    return max(_run(timeline, make(), make()) for make in allocator_factories(config))
+    return max(_reserved(timeline, make(), make()) for make in allocator_factories(config))
 
 
-def _run(timeline: AllocationTimeline, outside: CachingAllocator, inside: CachingAllocator | None = None) -> int:
+def _reserved(timeline: AllocationTimeline, outside: CachingAllocator, inside: CachingAllocator | None = None) -> int:
     """Bytes that are reserved at most; what graphs allocate lies ``inside``, if there is such a pool."""
+    pools = [outside] if inside is None else [outside, inside]
+    return max(sum(pool.reserved for pool in pools) for _ in _events(timeline, outside, inside))
+
+
+def _events(
+    timeline: AllocationTimeline, outside: CachingAllocator, inside: CachingAllocator | None = None
+) -> Iterator[tuple[int, int]]:
+    """Replays the timeline; the places of each event and of its phase, once it has happened."""
     blocks = {}
-    phase = most = 0
-    for event in timeline.events:
+    phase = 0
+    for place, event in enumerate(timeline.events):
         number = abs(event) - 1
         if event == 0:
             phase += 1
@@ -112,11 +104,10 @@ def _run(timeline: AllocationTimeline, outside: CachingAllocator, inside: Cachin
             captured = timeline.phases[phase] in ("forward", "backward") and timeline.categories[number] != "batch"
             pool = inside if captured and inside is not None else outside
             blocks[number] = pool, pool.alloc(timeline.sizes[number])
-            most = max(most, outside.reserved + (0 if inside is None else inside.reserved))
         elif event < 0 and timeline.sizes[number]:
             pool, block = blocks.pop(number)
             pool.free(block)
-    return most
+        yield place, phase
 
 
 def _breakdown(

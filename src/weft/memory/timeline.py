@@ -92,9 +92,10 @@ def repeat_last_step(timeline: AllocationTimeline, steps: int = STEPS) -> Alloca
 
     It is returned as it is where the second step does not end with the blocks with which it began.
     """
-    second = _second_step(timeline)
-    if second is None:
+    ends = [place for place, phase in enumerate(timeline.phases) if phase == "optimizer"]
+    if len(ends) != 2 or ends[0] + 1 == len(timeline.phases):
         return timeline
+    second = ends[0] + 1
     begin = [place for place, event in enumerate(timeline.events) if event == 0][second - 1]
     found = _carried_over(timeline, begin)
     if found is None:
@@ -113,12 +114,6 @@ def repeat_last_step(timeline: AllocationTimeline, steps: int = STEPS) -> Alloca
     columns = {name: tuple(map(getattr(timeline, name).__getitem__, copied)) for name in _OF_BLOCKS}
     phases = (*timeline.phases, *timeline.phases[second:] * (steps - 2))
     return replace(timeline, events=tuple(order), phases=phases, **columns)
-
-
-def _second_step(timeline: AllocationTimeline) -> int | None:
-    """The phase with which the second step begins."""
-    ends = [place for place, phase in enumerate(timeline.phases) if phase == "optimizer"]
-    return ends[0] + 1 if len(ends) == 2 and ends[0] + 1 < len(timeline.phases) else None
 
 
 def _carried_over(timeline: AllocationTimeline, begin: int) -> dict[int, int] | None:

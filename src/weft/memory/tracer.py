@@ -77,7 +77,7 @@ class AllocationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name.startswith(("aten._foreach_", "aten._fused_")):
             result = _foreach_result(name, args)
             if self.counter is not None:
-                self.counter.count_foreach(args)
+                self.counter.work.setdefault("float32", []).append((0.0, _bytes(_tensors(args))))
         elif name == "aten._local_scalar_dense.default":
             return self._scalar(func, args)
         else:
@@ -175,7 +175,8 @@ class AllocationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args)
         except Exception:
             self.assumptions.append(f"a value that module '{self.module}' asks for is taken as 1")
-            return placeholder_value(args[0].dtype)
+            kind = args[0].dtype
+            return True if kind == torch.bool else 1.0 if kind.is_floating_point else 1
 
 
 Work = dict[str, list[tuple[float, float]]]
@@ -199,15 +200,6 @@ class WorkCounter:
         flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
         dtype = next((str(t.dtype).removeprefix("torch.") for t in given if t.is_floating_point()), "float32")
         self.work.setdefault(dtype, []).append((flops, moved))
-
-    def count_foreach(self, args: tuple[Any, ...]) -> None:
-        """An optimizer's kernel over lists of tensors."""
-        self.work.setdefault("float32", []).append((0.0, _bytes(_tensors(args))))
-
-
-def placeholder_value(kind: torch.dtype) -> bool | float | int:
-    """Stands for a value that a step reads from a tensor without data."""
-    return True if kind == torch.bool else 1.0 if kind.is_floating_point else 1
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -116,10 +116,6 @@ def _flash_backward(args: Arguments, result: Any, kernels: Kernels) -> list[int]
     return [batch * heads * rows * (columns * 4 + 4)]
 
 
-def _softmax_backward(args: Arguments, result: Any, kernels: Kernels) -> list[int]:
-    return [args[0].bytes]  # the products of the gradients and the results
-
-
 def _safe_softmax(args: Arguments, result: Any, kernels: Kernels) -> list[int]:
     return [args[0].numel() + 2 * args[0].numel() // max(1, args[0].shape[-1])]
 
@@ -143,7 +139,7 @@ _RULES: dict[str, tuple[Callable[[Arguments, Any, Kernels], list[int]], tuple[in
     "native_group_norm_backward": (_none, (0, 1)),
     "_softmax": (_none, (0,)),
     "_log_softmax": (_none, (0,)),
-    "_softmax_backward_data": (_softmax_backward, (0, 1)),
+    "_softmax_backward_data": (lambda args, result, kernels: [args[0].bytes], (0, 1)),  # of gradients and results
     "_log_softmax_backward_data": (_none, (0, 1)),
     "_safe_softmax": (_safe_softmax, ()),
     "roll": (_roll, ()),

@@ -111,11 +111,8 @@ def _like(tensor: Tensor) -> Tensor:
 def _flatten_rnn(module: nn.RNNBase, memo: dict[int, Any]) -> None:
     own = [weight for weight in module._flat_weights if weight is not None]
     flat = torch.empty(sum(weight.numel() for weight in own), dtype=own[0].dtype)
-    start = 0
-    for weight in own:
-        part = flat[start : start + weight.numel()].view(weight.shape)
-        memo[id(weight)] = nn.Parameter(part, weight.requires_grad)
-        start += weight.numel()
+    for weight, part in zip(own, torch.split(flat, [weight.numel() for weight in own]), strict=True):
+        memo[id(weight)] = nn.Parameter(part.view(weight.shape), weight.requires_grad)
 
 
 # Caches of a model's code, which a trace would leave with fake tensors in them.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from weft.runs.checkpoints import Checkpoints
 from weft.runs.events import Events
-from weft.runs.index import list_runs
-from weft.runs.run import Run
+from weft.runs.run import Run, list_runs
 
 __all__ = ["Checkpoints", "Events", "Run", "list_runs"]

@@ -120,18 +120,17 @@ class Counter:
             share: Weight = Fraction(1, len(options)) if self._probabilities else 1
             total: Weight = 0
             for value in (*options, None) if name in part.either else options:
-                self._count_case()
+                self._cases += 1
+                if self._cases > MAX_CASES:
+                    raise TooManyCases(f"counting the subnets takes more than {MAX_CASES:,} cases{self._widest()}")
                 weight = self._product(self.assign(part, name, value))
                 total = math.inf if math.inf in (total, weight) else total + weight * share
             self._known[key] = total
         return self._known[key]
 
-    def _count_case(self) -> None:
-        self._cases += 1
-        if self._cases > MAX_CASES:
-            widest = max(self._rules.constraints, key=lambda constraint: len(constraint.meaning.names), default=None)
-            why = f"; {widest} ties {len(widest.meaning.names)} choices together" if widest else ""
-            raise TooManyCases(f"counting the subnets takes more than {MAX_CASES:,} cases{why}")
+    def _widest(self) -> str:
+        widest = max(self._rules.constraints, key=lambda constraint: len(constraint.meaning.names), default=None)
+        return f"; {widest} ties {len(widest.meaning.names)} choices together" if widest else ""
 
     def _most_connected(self, part: State) -> str:
         """Of the choices that are known to be active. There is one, since conditions look back in the order only."""

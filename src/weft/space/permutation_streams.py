@@ -89,18 +89,14 @@ class SpacedPermutation(Permutation):
         number, place = divmod(number, self.free + self.bridges)
         now = self._now
         if now[0] != number:
-            self._now = now = (number, *self._era(number))
+            order, rng = self._anchor(number)
+            draws = (rng.random((self.free, self.count)) * self._pools).astype(np.int64).tolist()
+            orders = [order := free_round(order, self.slack, row) for row in draws]
+            self._now = now = (number, orders, self._anchor(number + 1)[0])
         _, orders, target = now
         if place < self.free:
             return orders[place]
         return bridge_round(orders[-1], target, self.slack * (place - self.free + 1))
-
-    def _era(self, number: int) -> tuple[list[list[int]], list[int]]:
-        """The era's free rounds, and the next anchor."""
-        order, rng = self._anchor(number)
-        draws = (rng.random((self.free, self.count)) * self._pools).astype(np.int64).tolist()
-        orders = [order := free_round(order, self.slack, row) for row in draws]
-        return orders, self._anchor(number + 1)[0]
 
     def _anchor(self, era: int) -> tuple[list[int], np.random.Generator]:
         """The era's first order, and the generator of its draws from the pool."""

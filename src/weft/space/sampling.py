@@ -18,7 +18,6 @@ MANY_TRIES = 10_000
 
 
 def sample(rules: FrozenSpace, rng: np.random.Generator) -> Subnet:
-    """Each active choice uniform and independent, given that the constraints hold."""
     if not rules.choices:
         raise rules.empty()
     return first_valid(rules, lambda _, choice: choice.sample(rng), TRIES) or _sample_exactly(rules, rng)
@@ -65,14 +64,12 @@ def enumerate_subnets(rules: FrozenSpace, backwards: bool = False) -> Iterator[S
 
 
 def first_or_last(rules: FrozenSpace, last: bool) -> Subnet:
-    """The first (last) valid subnet in the order of choices and options."""
     for subnet in enumerate_subnets(rules, backwards=last):
         return subnet
     raise rules.empty()
 
 
 def neighbours(rules: FrozenSpace, subnet: Subnet) -> list[Subnet]:
-    """The valid subnets with one choice changed; choices that this makes active take their first option."""
     old = subnet.values
     results: dict[Subnet, None] = {}
     for changed, here in old.items():

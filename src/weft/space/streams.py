@@ -295,20 +295,30 @@ def make_stream(space: Space, spec: Spec, seed: int = 0, **options: object) -> S
         if spec.space_id != space.id:
             raise StreamError(f"the {spec.name} stream is of space {spec.space_id}, not of this one ({space.id})")
         return spec
-    if isinstance(spec, Subnet):
-        return _make("fixed", space, seed, {"subnet": spec, **options})
-    if isinstance(spec, Mapping):
-        return _remake(space, {**spec, **options})
-    if isinstance(spec, os.PathLike):
-        return _make("file", space, seed, {"path": spec, **options})
-    if not isinstance(spec, str):
+    given: dict[str, object] = {}
+    if isinstance(spec, str):
+        name, colon, argument = spec.partition(":")
+        if name in _kinds():
+            given = _argument(name, argument) if colon else {}
+        elif spec.endswith((".jsonl", ".json")) or Path(spec).is_file():
+            name, given = "file", {"path": spec}
+    elif isinstance(spec, Subnet):
+        name, given = "fixed", {"subnet": spec}
+    elif isinstance(spec, os.PathLike):
+        name, given = "file", {"path": spec}
+    elif isinstance(spec, Mapping):
+        given = dict(spec)
+        name, seed = str(given.pop("stream", None)), given.pop("seed", 0)  # type: ignore[assignment]
+        made_for = given.pop("space", space.id)
+        if made_for != space.id:
+            raise StreamError(f"the stream is of space {made_for}, not of this one ({space.id})")
+    else:
         raise StreamError(f"a stream is a name, a subnet, a path or a stream, not {spec!r}")
-    name, colon, argument = spec.partition(":")
-    if name in (kinds := _kinds()):
-        return _make(name, space, seed, {**(_argument(name, argument) if colon else {}), **options})
-    if spec.endswith((".jsonl", ".json")) or Path(spec).is_file():
-        return _make("file", space, seed, {"path": spec, **options})
-    raise StreamError(f"unknown stream '{name}'{nearest(name, kinds)}")
+    sha256 = given.pop("sha256", None)
+    stream = _make(name, space, seed, {**given, **options})
+    if sha256 is not None and getattr(stream, "sha256", None) != sha256:
+        raise StreamError(f"the file '{given.get('path')}' is not what it was when the stream was made")
+    return stream
 
 
 def _argument(name: str, argument: str) -> dict[str, object]:
@@ -319,17 +329,6 @@ def _argument(name: str, argument: str) -> dict[str, object]:
         return {option: argument if option in ("path", "order") else int(argument)}
     except ValueError:
         raise StreamError(f"'{name}:{argument}' needs an integer after the colon, such as '{name}:2'") from None
-
-
-def _remake(space: Space, data: dict[str, object]) -> Stream:
-    name, seed, made_for = data.pop("stream", None), data.pop("seed", 0), data.pop("space", space.id)
-    sha256 = data.pop("sha256", None)
-    if made_for != space.id:
-        raise StreamError(f"the stream is of space {made_for}, not of this one ({space.id})")
-    stream = _make(str(name), space, seed, data)
-    if sha256 is not None and getattr(stream, "sha256", None) != sha256:
-        raise StreamError(f"the file '{data.get('path')}' is not what it was when the stream was made")
-    return stream
 
 
 def _make(name: str, space: Space, seed: object, options: dict[str, object]) -> Stream:
