@@ -123,6 +123,8 @@ def _trial_update(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: nn.Parameter
 ) -> Mapping[str, Any]:
     trial: Any = copy.copy(optimizer)
+    for name, value in vars(optimizer).items():  # a copy has the state alone, and a step may read more
+        vars(trial).setdefault(name, value)
     stand_in = nn.Parameter(torch.zeros_like(parameter, device="cpu"))
     stand_in.grad = torch.zeros_like(stand_in)
     trial.state = defaultdict(dict)
