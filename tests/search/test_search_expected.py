@@ -364,6 +364,34 @@ def test_a_width_of_which_both_layers_read_the_size_by_hand() -> None:
     assert products.of(space.subnet(width=5)) == 2 * 7 * (3 * 5 + 5 * 2)
 
 
+@pytest.mark.parametrize("metric", ["flops", "latency"])
+def test_a_pick_passed_by_position_is_no_input_of_what_is_measured(metric: str) -> None:
+    class Biased(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = Linear(space, 4, hidden), Linear(space, hidden, 4)
+
+        def forward(self, x: Tensor, pick: Any, bias: Tensor) -> Tensor:
+            return x @ x.T @ self.down(self.up(x, pick), pick) + bias
+
+    class Calling(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.biased = Linear(space, 4, hidden), Biased()
+
+        def forward(self, x: Tensor, pick: Any) -> Tensor:
+            return self.biased(x, pick, x) + self.up(x, pick).sum()
+
+    space = Space()
+    hidden = space.integer("hidden", [2, 6])
+    chain = Chain(Elastic(space, "layer", Calling()))
+    expected = build_cost_model(chain, {"x": torch.ones(3, 4)}, metric, repeats=1)
+    assert expected.low > 0
+    if metric == "flops":
+        costs = [2 * 3 * (3 * 4 * size + 2 * 3 * 4) for size in (2, 6)]  # three products with the weights, two of x
+        assert [expected.of(space.subnet(hidden=size)) for size in (2, 6)] == costs
+
+
 @pytest.mark.parametrize("make", CHAINS)
 @pytest.mark.parametrize("metric", ["parameters", "flops"])
 def test_costs_are_those_of_the_extracted_subnets_and_expectations_those_over_all(
