@@ -165,7 +165,7 @@ def test_targets_are_read_from_text(text: str | list[str], wanted: list[tuple[st
         ("flop=5", "no target can be set for 'flop'; did you mean 'flops'"),
         ("accuracy=0.9", "no target can be set for 'accuracy'; known: flops, latency, parameters"),
         ("parameters=5ms", "unknown unit 'ms'; units of parameters: k, K, M, G, B"),
-        ("flops=1.2.3", "'1.2.3' is no number"),
+        ("flops=1.2.3", "cannot read target 'flops=1.2.3'"),
         ("flops=-3", "must be a number above 0"),
         ("flops=5,flops=6", "two targets for flops"),
         ("flops=2e12", "no architecture meets"),

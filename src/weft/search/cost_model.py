@@ -169,7 +169,7 @@ def _samples(measure: Measurement, count: int) -> Iterator[tuple[Subnet, nn.Modu
 
 
 def plain_inputs(chain: Chain, subnet: Subnet, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """A batch as the subnet's plain module takes it: what enters the chain, then the extra inputs by their first use."""
+    """A batch as the subnet's plain module takes it: what enters the chain, then the extra inputs by first use."""
     extra = [name for layer in chain.route(subnet) for name in layer.extra_inputs]
     names = dict.fromkeys((*(chain.inputs or tuple(batch)[:1]), *extra))
     return tuple(batch[name] for name in names)
