@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from swinir_network import Layer, SwinIR, shift_mask
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.func import functional_call, stack_module_state, vmap
 from torch.nn import functional as F
 
 from weft.errors import SupernetError
@@ -117,15 +116,6 @@ def test_the_papers_light_network_has_the_weights_counted_by_hand():
     conv = 9 * c * c + c
     expected = (9 * 3 * c + c) + 4 * (6 * layer + conv) + conv + (9 * c * 12 + 12)
     assert sum(p.numel() for p in SwinIR(2, 60, (6, 6, 6, 6), 6).parameters()) == expected == 909_912
-
-
-def test_many_networks_run_as_one_under_vmap():
-    models = [moved(small()) for _ in range(3)]
-    image = torch.rand(2, 3, 10, 8)
-    weights, buffers = stack_module_state(models)
-    found = vmap(lambda w, b: functional_call(models[0], (w, b), (image,)))(weights, buffers)
-    for one, model in zip(found, models, strict=True):
-        torch.testing.assert_close(one, model(image), rtol=1e-4, atol=1e-5)
 
 
 def test_it_is_captured_and_traced_without_data():

@@ -9,13 +9,13 @@ import pytest
 import torch
 from elastic_law import (
     agrees_with_the_definition,
-    any_mixture,
     chain_of,
     check_law,
     draw,
     expected,
     near,
     padded,
+    random_mixture,
     saved,
 )
 from torch import Tensor, nn
@@ -115,9 +115,7 @@ def test_the_mixed_convolution_saves_hardly_more_than_a_plain_one() -> None:
     space = make_space()
     conv = Conv2d(space, 16 * space.handle("a"), 16 * space.handle("b"), space.handle("kernel"))
     x = draw(2, conv.in_channels, 6, 6, dtype=torch.float32).requires_grad_()
-    mixture = any_mixture(space)
-    rows = {name: mixture[name].detach().float().requires_grad_() for name in mixture.names}
-    mixture = Mixture(space, rows)
+    mixture = random_mixture(space)
     conv._factors(mixture)
 
     def bytes_of(run: Callable[[], Tensor]) -> int:

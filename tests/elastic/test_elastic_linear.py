@@ -69,20 +69,6 @@ def along(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else gradient - gradient.mean()
 
 
-def test_two_layers_of_two_sizes_by_hand() -> None:
-    space = weft.Space()
-    width = space.integer("width", [1, 2])
-    layers = [Linear(space, 2, width), Linear(space, 2, width)]
-    with torch.no_grad():
-        for layer, scale in zip(layers, (1.0, 10.0), strict=True):
-            layer.weight.copy_(scale * torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-            layer.bias.copy_(scale * torch.tensor([1.0, 2.0]))
-    # The second row is within the pick in a quarter of the cases.
-    mixture = Mixture(space, {"width": torch.tensor([0.75, 0.25])})
-    out = mixed(layers, torch.tensor([[1.0, 1.0]]), mixture)
-    assert torch.equal(out, torch.tensor([[4.0, 2.25, 40.0, 22.5]]))
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from(SIZES),

@@ -37,17 +37,6 @@ NORMS = {
 }
 
 
-def test_a_mixture_of_two_widths_is_the_mean_of_two_padded_norms() -> None:
-    space, width = widths(2, 4)
-    norm = LayerNorm(space, width, eps=0.0)
-    mixture = Mixture(space, {"width": torch.tensor([0.25, 0.75])})
-    x = torch.tensor([[0.0, 2.0, 4.0, 6.0]])
-    # Over the first two: -1, 1. Over all four, mean 3 and deviation sqrt(5): -3, -1, 1, 3, each by sqrt(5).
-    root = 5**0.5
-    wanted = [-0.25 - 0.75 * 3 / root, 0.25 - 0.75 / root, 0.75 / root, 0.75 * 3 / root]
-    torch.testing.assert_close(norm(x, pick=mixture), torch.tensor([wanted]))
-
-
 @pytest.mark.parametrize("kind", NORMS)
 def test_a_norm_keeps_the_law(kind: str) -> None:
     space, width = widths(6, 11, 16)

@@ -136,18 +136,6 @@ def test_a_smaller_pick_of_llama_is_the_llama_that_is_cut_by_hand() -> None:
         assert torch.equal(chain(x, chain.space.subnet(values)), logits(cut, x))
 
 
-def test_a_shallower_pick_of_gpt2_is_the_gpt2_without_the_last_layers() -> None:
-    model = model_of("gpt2")
-    space = weft.Space()
-    chain = weft.from_transformers(model, space, depth=space.integer("depth", [1, 3]))
-    shallow = copy.deepcopy(model)
-    shallow.transformer.h = shallow.transformer.h[:1]
-    x = inputs_of("gpt2")
-    with torch.no_grad():
-        assert torch.equal(chain(x, space.first()), logits(shallow, x))
-        assert not torch.equal(chain(x, space.last()), logits(shallow, x))
-
-
 def test_the_chain_has_weights_of_its_own_and_the_model_stays_as_it_is() -> None:
     model = model_of("gpt2")
     before = copy.deepcopy(model.state_dict())

@@ -74,18 +74,11 @@ def test_a_switch_keeps_the_law_for_every_option(stride: int, partial: int | Non
 def test_the_plain_form_of_a_switch_holds_the_chosen_module_and_no_other() -> None:
     space = make_space()
     chain = chain_of(space, make_switch(space))
-    kinds = {
-        op: [type(m) for m in extract(chain, subnet_of(space, op)).modules() if not list(m.children())]
-        for op in OPTIONS
-    }
-    assert kinds["conv3"] == [nn.ReLU, nn.Conv2d, nn.BatchNorm2d]
-    assert kinds["pool"] == [nn.MaxPool2d]
-    assert kinds["skip"] == [nn.Identity]
-    for op in ("conv1", "conv3"):
-        kernels = [m.kernel_size for m in extract(chain, subnet_of(space, op)).modules() if isinstance(m, nn.Conv2d)]
-        assert kernels == [(int(op[-1]), int(op[-1]))]
-    x = draw(2, 4, 3, 3, dtype=torch.float32)
-    assert torch.equal(extract(chain, subnet_of(space, "none"))(x), torch.zeros_like(x))
+    for op, kinds in (
+        ("conv3", [nn.ReLU, nn.Conv2d, nn.BatchNorm2d]), ("pool", [nn.MaxPool2d]), ("skip", [nn.Identity])
+    ):  # fmt: skip
+        plain = extract(chain, subnet_of(space, op))
+        assert [type(part) for part in plain.modules() if not list(part.children())] == kinds
 
 
 @pytest.mark.parametrize("entangled", [False, True])

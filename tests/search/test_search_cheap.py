@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
 import weft
 from weft.errors import SearchError
 from weft.search.cost_model import CostModel
 from weft.search.scorer import MANY, Scorer, cost_lookup
 from weft.space import Subnet
-from weft.supernet import Chain
-
-
-class Residual(nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 64))
-
-    def forward(self, x: object) -> object:
-        return x + self.body(x)
-
-
-def build() -> Chain:
-    space = weft.Space()
-    block = {"wide": lambda: Residual(32), "narrow": lambda: Residual(8), "skip": nn.Identity}
-    blocks = [weft.Choice(space, f"block{i}", block) for i in range(4)]
-    return weft.Chain(weft.Shared(nn.Flatten, "flat"), *blocks, weft.Shared(lambda: nn.Linear(64, 10), "head"))
+from weft.zoo import digits_mlp
 
 
 class Counting(Scorer):
@@ -45,7 +29,7 @@ class Counting(Scorer):
 
 @pytest.fixture
 def scorer(tmp_path: Path) -> Counting:
-    run = weft.train(build, weft.data.digits(), steps=1, folder=tmp_path, run="one")
+    run = weft.train(partial(digits_mlp, 3, 16), weft.data.digits(), steps=1, folder=tmp_path, run="one")
     made = Counting(run)
     made.counted = []
     return made

@@ -137,8 +137,6 @@ def test_what_was_found_lies_in_the_run(found: Any) -> None:
     front = json.loads((folder / "front.json").read_text())
     (member,) = front["members"]
     assert member["id"] == found.subnet.id
-    for name in ("parameters", "flops"):
-        assert sum(layer[name] for layer in member["layers"]) == found.scores[name] > 0
     values = found.subnet.values
     blocks = [f"block{at}" for at in range(int(values["depth"]))]
     assert [layer["block"] for layer in member["layers"]] == ["stem", *blocks, "head"]

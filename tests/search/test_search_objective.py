@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from weft.errors import SearchError
 from weft.search.objectives import (
     Constraint,
-    Objective,
     losses,
     parse_constraints,
     parse_objectives,
@@ -21,30 +20,13 @@ from weft.search.objectives import (
 )
 
 GOALS = parse_objectives("accuracy", "flops")
-
-
-def test_a_single_name_is_not_split_into_letters() -> None:
-    assert parse_objectives("accuracy") == (Objective("accuracy", True),)
-    assert parse_objectives(minimize="loss") == (Objective("loss", False),)
+OPS = ["<=", ">=", "<", ">"]
 
 
 @pytest.mark.parametrize(("maximize", "minimize"), [((), ()), ("a", "a"), (["a", "b", "a"], ()), ("", ())])
 def test_no_objective_and_one_named_twice_are_refused(maximize: object, minimize: object) -> None:
     with pytest.raises(SearchError):
         parse_objectives(maximize, minimize)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("flops<=5e7", Constraint("flops", "<=", 5e7)),
-        (" top.1 >= .75 ", Constraint("top.1", ">=", 0.75)),
-        ("loss<-3", Constraint("loss", "<", -3.0)),
-        ("a_b>0", Constraint("a_b", ">", 0.0)),
-    ],
-)
-def test_a_constraint_is_read_from_text(text: str, expected: Constraint) -> None:
-    assert Constraint.parse(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "flops<=", "<=5", "flops=5", "flops<=big", "flops<=nan", "3<=5", "a<=1<=2"])
@@ -54,12 +36,13 @@ def test_nonsense_is_no_constraint_and_the_error_repeats_it_or_its_value(text: s
     assert text in str(caught.value) or "finite" in str(caught.value)
 
 
-@given(st.sampled_from(["<=", ">=", "<", ">"]), st.floats(-1e12, 1e12), st.text("abc_", min_size=1))
+@given(st.sampled_from(OPS), st.floats(-1e12, 1e12), st.from_regex(r"[a-z_][a-z_0-9.@/-]{,9}", fullmatch=True))
 def test_a_constraint_survives_being_written_and_read(op: str, bound: float, name: str) -> None:
-    assert Constraint.parse(str(Constraint(name, op, bound))) == Constraint(name, op, bound)
+    for text in (str(Constraint(name, op, bound)), f" {name} {op} {bound} "):
+        assert Constraint.parse(text) == Constraint(name, op, bound)
 
 
-@given(st.sampled_from(["<=", ">=", "<", ">"]), st.floats(-10, 10), st.floats(allow_nan=True, allow_infinity=True))
+@given(st.sampled_from(OPS), st.floats(-10, 10), st.floats(allow_nan=True, allow_infinity=True))
 def test_the_violation_is_zero_exactly_where_the_comparison_holds(op: str, bound: float, value: float) -> None:
     holds = {"<=": value <= bound, ">=": value >= bound, "<": value < bound, ">": value > bound}[op]
     violation = Constraint("m", op, bound).violation({"m": value})

@@ -22,13 +22,6 @@ def beats(a: Array, b: Array) -> bool:
     return bool((a <= b).all() and (a < b).any())
 
 
-def test_the_front_of_five_points_by_hand() -> None:
-    points = np.array([[1.0, 5.0], [2.0, 2.0], [3.0, 3.0], [5.0, 1.0], [2.0, 2.0]])
-    assert non_dominated(points).tolist() == [True, True, False, True, True]
-    assert non_dominated(np.zeros((0, 2))).tolist() == []
-    assert non_dominated(np.array([[math.nan, 0.0], [9.0, 9.0], [-math.inf, math.inf]])).tolist() == [False, True, True]
-
-
 @given(st.one_of(grids(1), grids(2), grids(3)))
 def test_a_row_is_on_the_front_exactly_if_no_other_beats_it(points: Array) -> None:
     expected = [not any(beats(other, row) for other in points) for row in points]

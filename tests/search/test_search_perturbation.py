@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from weft.search.gradient.methods import Darts, default_pick, make_gradient_meth
 from weft.supernet import initialise
 from weft.trainer.api import TrainedRun
 from weft.trainer.config import Execution, TrainConfig, resolve
+from weft.zoo import digits_mlp
+
+BLOCKS = partial(digits_mlp, 2, 16)
 
 
 class Zero(nn.Module):
@@ -42,21 +46,6 @@ def build() -> weft.Chain:
     space = weft.Space()
     options = {"zero": Zero, "once": nn.Identity, "twice": Twice}
     return weft.Chain(*[weft.Choice(space, f"block{i}", options) for i in range(2)])
-
-
-class Residual(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x)
-
-
-def blocks() -> weft.Chain:
-    space = weft.Space()
-    options = {"linear": Residual, "skip": nn.Identity, "zero": Zero}
-    chosen = [weft.Choice(space, f"block{i}", options) for i in range(2)]
-    return weft.Chain(weft.Shared(nn.Flatten, "flat"), *chosen, weft.Shared(lambda: nn.Linear(64, 10), "head"))
 
 
 class Misspelt(Darts):
@@ -111,7 +100,7 @@ def test_sizes_are_the_likeliest(tmp_path: Path) -> None:
 def test_the_pick_of_a_search_is_that_of_its_mixture_and_can_be_another_after_a_resume(tmp_path: Path) -> None:
     def run(**more: Any) -> Any:
         given = {"steps": 4, "batch_size": 32, "folder": tmp_path, "method": "darts", "run": "one", **more}
-        return search_gradient(blocks, weft.data.digits(), **given)
+        return search_gradient(BLOCKS, weft.data.digits(), **given)
 
     one = run()
     assert (one.pick, one.subnet) == ("perturbation", by_perturbation(one.trained, one.mixture))
@@ -133,5 +122,5 @@ def test_the_pick_of_a_search_is_that_of_its_mixture_and_can_be_another_after_a_
 def test_a_pick_that_is_not_known_is_refused(wrong: dict[str, Any], said: str, tmp_path: Path) -> None:
     given = {"method": "darts", "steps": 20, "folder": tmp_path, **wrong}
     with pytest.raises(SearchError, match=said):
-        search_gradient(blocks, weft.data.digits(), **given)
+        search_gradient(BLOCKS, weft.data.digits(), **given)
     assert not any(tmp_path.iterdir())

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from weft.elastic.linear import Grid, Linear, linears
 from weft.elastic.mixture import Mixture, Pick
 from weft.elastic.module import Module
-from weft.elastic.sizes import Dim, Sizes, combinations, is_forbidden
+from weft.elastic.sizes import Dim, Sizes, combinations
 from weft.errors import SupernetError
 from weft.space import Expr, Space
 
@@ -117,7 +117,7 @@ def _check(space: Space, heads: Dim, groups: Dim, head_dim: Dim, rotary_dim: int
     reads = set().union(*(expr.names for expr in exprs.values()))
     dims = set()
     for values in combinations(space, [name for name in space.choices if name in reads]):
-        if is_forbidden(space, values):
+        if space.rules.broken(values):
             continue
         number = {name: float(expr.value(values)) for name, expr in exprs.items()}
         chosen = " ".join(f"{name}={value}" for name, value in values.items()) or "these sizes"

@@ -138,7 +138,7 @@ class Sizes:
         return torch.tensor(rows, device="cpu")  # whatever the default device: these are numbers, not weights
 
     def _size(self, expr: Expr, values: dict[str, Value], what: str) -> int:
-        if is_forbidden(self.space, values):
+        if self.space.rules.broken(values):
             return 0
         size = expr.value({name: values[name] for name in expr.names})
         if isinstance(size, str) or int(size) < 1:
@@ -172,11 +172,6 @@ def active_values(rules: FrozenSpace, names: Iterable[str], options: Mapping[str
         if rules.is_active(name, values):
             values[name] = options[name]
     return values
-
-
-def is_forbidden(space: Space, values: Mapping[str, Value]) -> bool:
-    """Whether a constraint that reads nothing but these choices rules the combination out."""
-    return space.rules.broken(values) is not None
 
 
 def _expand(space: Space, dim: Dim) -> Expr:

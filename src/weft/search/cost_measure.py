@@ -9,6 +9,7 @@ shapes of the layer's inputs depend on.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -63,7 +64,7 @@ class _Part:
 
 
 _Call = tuple[_Part, tuple[Any, ...], dict[str, Any]]
-"""A part with the arguments that it is called with."""
+"""A part with the arguments that it is called with, without the pick."""
 
 
 class Measurement:
@@ -198,7 +199,8 @@ class Measurement:
             layer, module = self.chain.layers[name], self.chain.module(name)
             hooks = [
                 part.module.register_forward_pre_hook(
-                    lambda _, args, kwargs, part=part: calls.append((part, args, kwargs)), with_kwargs=True
+                    lambda _, args, kwargs, part=part: calls.append((part, *_without_pick(part.module, args, kwargs))),
+                    with_kwargs=True,
                 )
                 for part in parts
             ]
@@ -231,7 +233,6 @@ class Measurement:
     def _cost(self, part: _Part, subnet: Subnet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         if part.own:
             return sum(parameter.numel() for parameter in part.module.parameters(recurse=False))
-        kwargs = {name: value for name, value in kwargs.items() if name != "pick"}
         key = (part.module, _key(subnet.values, part.reads), _identity(args), _identity(list(kwargs.items())))
         if key not in self._measured:
             plain = part.module
@@ -284,6 +285,15 @@ class _WithKeywords(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return self.module(*args, **self._kwargs)
+
+
+def _without_pick(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call but for the pick; what is passed by position behind it gets its name."""
+    at = next((index for index, one in enumerate(args) if isinstance(one, Subnet)), len(args))
+    behind = zip(list(inspect.signature(module.forward).parameters)[at + 1 :], args[at + 1 :], strict=False)
+    return args[:at], {name: value for name, value in (*behind, *kwargs.items()) if name != "pick"}
 
 
 def _reads_within(module: nn.Module) -> set[str]:

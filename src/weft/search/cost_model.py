@@ -165,6 +165,11 @@ def _samples(measure: Measurement, count: int) -> Iterator[tuple[Subnet, nn.Modu
     rng = generator("expected", space.id)
     chosen = [space.last(), *(space.sample(rng) for _ in range(count))] if space.choices else [space.subnet()]
     for subnet in chosen:
-        extra = [name for layer in chain.route(subnet) for name in layer.extra_inputs]
-        names = dict.fromkeys((*(chain.inputs or tuple(batch)[:1]), *extra))
-        yield subnet, extract(chain, subnet, batch), tuple(batch[name] for name in names)
+        yield subnet, extract(chain, subnet, batch), plain_inputs(chain, subnet, batch)
+
+
+def plain_inputs(chain: Chain, subnet: Subnet, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """A batch as the subnet's plain module takes it: what enters the chain, then the extra inputs by first use."""
+    extra = [name for layer in chain.route(subnet) for name in layer.extra_inputs]
+    names = dict.fromkeys((*(chain.inputs or tuple(batch)[:1]), *extra))
+    return tuple(batch[name] for name in names)

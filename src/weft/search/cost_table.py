@@ -119,17 +119,16 @@ def allowed_mask(rules: FrozenSpace, names: Sequence[str]) -> Array | None:
     return None if mask.all() else mask
 
 
-def constraint_tables(rules: FrozenSpace) -> tuple[list[Table], bool]:
-    """Tables of 0 where a constraint holds and infinity where not; and whether there is one for every constraint."""
-    found, complete = [], True
+def constraint_tables(rules: FrozenSpace) -> list[Table]:
+    """Tables of 0 where a constraint holds and infinity where not; none for a constraint of too many combinations."""
+    found = []
     for constraint in rules.constraints:
         names = with_conditions(rules, constraint.meaning.names)
         if count_combinations(rules, names) > LIMIT or any(rules.choices[name].options is None for name in names):
-            complete = False
             continue
         one = FrozenSpace(rules.choices, rules.conditions, (constraint,), rules.layout)
         found.append(make_table(rules, names, lambda values, one=one: math.inf if one.broken(values) else 0.0))  # type: ignore[misc]
-    return found, complete
+    return found
 
 
 def elimination_order(tables: Sequence[Table], order: Sequence[str]) -> list[tuple[str, tuple[str, ...]]] | None:
@@ -159,11 +158,9 @@ def elimination_order(tables: Sequence[Table], order: Sequence[str]) -> list[tup
 
 def reachable_range(space: Space, tables: Sequence[Table]) -> tuple[float, float]:
     """The least and the most that the tables sum to for a valid subnet, or bounds on them."""
-    required, _ = constraint_tables(space.rules)
-    order = list(space.rules.choices)
-    return _lowest(tables, required, order), -_lowest(
-        [Table(one.names, -one.values) for one in tables], required, order
-    )
+    required, order = constraint_tables(space.rules), list(space.rules.choices)
+    negative = [Table(one.names, -one.values) for one in tables]
+    return _lowest(tables, required, order), -_lowest(negative, required, order)
 
 
 def _lowest(tables: Sequence[Table], required: Sequence[Table], order: Sequence[str]) -> float:

@@ -59,8 +59,7 @@ class _SubnetScorer:
         self.names = list(self.options)
         self.size = math.prod(len(options) for options in self.options.values())
         self.losses = [self._loss(name, mixture[name].detach().double().cpu().numpy()) for name in self.names]
-        required, self._has_all_constraints = constraint_tables(self.rules)
-        self.losses += required
+        self.losses += constraint_tables(self.rules)
         for target in self.targets:
             if target.expected.space_id != self.space.id:
                 raise SearchError(f"the target for {target.expected.metric} was measured on another space")
@@ -100,8 +99,7 @@ class _SubnetScorer:
         return f"no subnet was found within {self.tolerance:.0%} of {asked}; the nearest has {near}: ask for that"
 
     def _first_valid(self, points: Iterable[dict[str, int]]) -> dict[str, int] | None:
-        known = self._has_all_constraints
-        return next((point for point in points if known or self.rules.broken(self._values(point)) is None), None)
+        return next((point for point in points if self.rules.broken(self._values(point)) is None), None)
 
     def best_of_all(self) -> dict[str, int] | None:
         """The most probable valid point of all that miss the targets least."""

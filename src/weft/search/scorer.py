@@ -15,7 +15,7 @@ from weft.engine.layer_state import tensors_digest
 from weft.errors import SearchError, WeftError
 from weft.offload.setup import on_device
 from weft.search import cost
-from weft.search.cost_model import build_cost_model
+from weft.search.cost_model import build_cost_model, plain_inputs
 from weft.space import Subnet
 from weft.supernet import Chain, extract
 from weft.supernet.layer import Layer
@@ -89,14 +89,10 @@ class Scorer:
         """Latency of one sample in milliseconds and peak memory of its activations in bytes, as asked for."""
         if not names:
             return {}
-        found: dict[str, float] = {}
+        measures: dict[str, Callable[..., float]] = {"latency": cost.latency, "memory": cost.peak_memory}
         with on_device(self.chain, subnet):
             plain = extract(self.chain, subnet, self.example)
-            if "latency" in names:
-                found["latency"] = cost.latency(plain, self.inputs(subnet))
-            if "memory" in names:
-                found["memory"] = cost.peak_memory(plain, self.inputs(subnet))
-        return found
+            return {name: measures[name](plain, self.inputs(subnet)) for name in names}
 
     def extract(self, subnet: Subnet) -> nn.Module:
         """The subnet as a plain module, its batch norms set as they were when it was scored."""
@@ -104,14 +100,8 @@ class Scorer:
             return extract(self.chain, subnet, self.example)
 
     def inputs(self, subnet: Subnet, batch: Mapping[str, Tensor] | None = None) -> tuple[Tensor, ...]:
-        """A batch, or one sample if none is given, as the subnet's plain module takes it.
-
-        What enters the chain comes first, then the extra inputs by their first use.
-        """
-        batch = self.example if batch is None else batch
-        names = self.chain.inputs or tuple(batch)[:1]
-        extra = dict.fromkeys(name for layer in self.chain.route(subnet) for name in layer.extra_inputs)
-        return tuple(batch[name] for name in dict.fromkeys((*names, *extra)))
+        """A batch, or one sample if none is given, as the subnet's plain module takes it."""
+        return plain_inputs(self.chain, subnet, self.example if batch is None else batch)
 
     def _loader(self, source: Source, batch_size: int, shuffle: bool = False) -> Loader | IterableLoader:
         if isinstance(source, IterableLoader):  # a foreign loader has batches of its own

@@ -17,7 +17,7 @@ from weft.search.cost_table import Array
 
 TOLERANCE = 0.02
 
-_TEXT = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*([A-Za-z]*)\s*")
+_TEXT = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([A-Za-z]*)\s*")
 _UNITS = {
     "parameters": {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9},
     "flops": {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12},
@@ -85,7 +85,4 @@ def _parse(text: str) -> tuple[str, float]:
     if unit not in _UNITS[metric]:
         known = ", ".join(name for name in _UNITS[metric] if name)
         raise SearchError(f"cannot read target '{text.strip()}': unknown unit '{unit}'; units of {metric}: {known}")
-    try:
-        return metric, float(number) * _UNITS[metric][unit]
-    except ValueError:
-        raise SearchError(f"cannot read target '{text.strip()}': '{number}' is no number") from None
+    return metric, float(number) * _UNITS[metric][unit]

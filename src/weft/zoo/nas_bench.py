@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor, nn
@@ -122,14 +122,12 @@ STEM = 32
 
 def nas_bench_macro(classes: int = 10) -> Chain:
     """The supernet of the published space, for images of 3 x 32 x 32; every candidate has weights of its own."""
-    space = Space()
-    return _chain([_layer(space, *shape) for shape in _shapes()], classes)
+    return _macro(_layer, classes)
 
 
 def nas_bench_macro_entangled(classes: int = 10) -> Chain:
     """The same space, with ``k3e3`` entangled in ``k5e6``: the centre of its kernel, the first half of its channels."""
-    space = Space()
-    return _chain([_entangled(space, *shape) for shape in _shapes()], classes)
+    return _macro(_entangled, classes)
 
 
 def macro_key(subnet: Subnet) -> str:
@@ -149,20 +147,14 @@ def macro_subnet(space: Space, key: str) -> Subnet:
     return space.subnet({f"layer{i}": CANDIDATES[int(digit)] for i, digit in enumerate(key)})
 
 
-def _shapes() -> list[tuple[int, int, int, int]]:
-    """Number, inputs, outputs and stride of each layer."""
-    found: list[tuple[int, int, int, int]] = []
-    channels = STEM
-    for layers, width in GROUPS:
-        for first in [True] + [False] * (layers - 1):
-            found.append((len(found), channels, width, 2 if first else 1))
+def _macro(make: Callable[[Space, int, int, int, int], Choice | Elastic], classes: int) -> Chain:
+    space, layers, channels = Space(), list[Choice | Elastic](), STEM
+    for count, width in GROUPS:
+        for place in range(count):
+            layers.append(make(space, len(layers), channels, width, 1 if place else 2))
             channels = width
-    return found
-
-
-def _chain(layers: Sequence[Choice | Elastic], classes: int) -> Chain:
-    stem = Shared(partial(conv_norm, 3, STEM, 3), "stem")
-    return Chain(stem, *layers, Shared(partial(_head, GROUPS[-1][1], classes), "head"))
+    stem, head = partial(conv_norm, 3, STEM, 3), partial(_head, channels, classes)
+    return Chain(Shared(stem, "stem"), *layers, Shared(head, "head"))
 
 
 def _layer(space: Space, index: int, inputs: int, outputs: int, stride: int) -> Choice:

@@ -113,11 +113,15 @@ class ElasticSizes:
             )
         return given
 
-    def chain(self, first: Module, layers: Sequence[Module], head: Module) -> Chain:
-        """The parts in a row, the layers behind the least depth on condition."""
+    def chain(
+        self, first: Module, layers: Sequence[Module], head: Module, blocks: nn.ModuleList, parts: Mapping[str, str]
+    ) -> Chain:
+        """The parts in a row, the layers, which get the weights of the blocks, behind the least depth on condition."""
         from weft.supernet.blocks import Elastic
         from weft.supernet.chain import Chain
 
+        for layer, block in zip(layers, blocks, strict=True):
+            copy_weights(layer, block, parts)
         depth = self.size("depth", self.count)
         least = Sizes(self.space, depth).values[0][0]
         return Chain(
@@ -142,10 +146,13 @@ def fill(module: Any, **tensors: Tensor | None) -> None:
             setattr(module, name, nn.Parameter(copied, tensor.requires_grad))
 
 
-def copy_weights(*pairs: tuple[Any, Any]) -> None:
-    """Gives the first module of each pair copies of the weight and, where it has one, the bias of the second."""
-    for module, source in pairs:
-        fill(module, **{name: getattr(source, name) for name in ("weight", "bias") if hasattr(source, name)})
+def copy_weights(module: nn.Module, source: nn.Module, parts: Mapping[str, str]) -> None:
+    """Gives parts of a module copies of the weight and, where they have one, the bias of parts of the source."""
+    for name, other in parts.items():
+        of = source.get_submodule(other)
+        fill(
+            module.get_submodule(name), **{kind: getattr(of, kind) for kind in ("weight", "bias") if hasattr(of, kind)}
+        )
 
 
 def activation(name: str, own: nn.Module) -> Callable[[], nn.Module]:
@@ -200,32 +207,23 @@ def gpt2(model: Any, request: ElasticSizes) -> Chain:
     with torch.device("meta"):
         first = TokenEmbedding(space, config.vocab_size, width, config.max_position_embeddings, config.embd_pdrop)
         for i, block in enumerate(body.h):
-            attention = JoinedAttention(
-                space,
-                width,
-                heads[i],
-                block.attn.head_dim,
-                causal=True,
-                scale=block.attn.scaling,
-                eager=request.eager,
-            )
+            attend = partial(JoinedAttention, causal=True, scale=block.attn.scaling, eager=request.eager)
+            attention = attend(space, width, heads[i], block.attn.head_dim)
             act = activation(config.activation_function, block.mlp.act)
             mlp = MLP(space, width, hidden[i], act, linear=Turned)
             layers.append(TransformerBlock(space, width, attention, mlp, norm, config.resid_pdrop))
         head = Head(space, width, config.vocab_size, norm=norm, bias=False)
-    fill(first.token, weight=body.wte.weight)
-    fill(first.place, weight=body.wpe.weight)
-    for made, block in zip(layers, body.h, strict=True):
-        copy_weights(
-            (made.norm1, block.ln_1),
-            (made.attention.qkv, block.attn.c_attn),
-            (made.attention.out, block.attn.c_proj),
-            (made.norm2, block.ln_2),
-            (made.mlp.up, block.mlp.c_fc),
-            (made.mlp.down, block.mlp.c_proj),
-        )
-    copy_weights((head.norm, body.ln_f), (head.linear, model.lm_head))
-    return request.chain(first, layers, head)
+    copy_weights(first, body, {"token": "wte", "place": "wpe"})
+    copy_weights(head, model, {"norm": "transformer.ln_f", "linear": "lm_head"})
+    parts = {
+        "norm1": "ln_1",
+        "attention.qkv": "attn.c_attn",
+        "attention.out": "attn.c_proj",
+        "norm2": "ln_2",
+        "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj",
+    }
+    return request.chain(first, layers, head, body.h, parts)
 
 
 # Llama of transformers, made elastic.
@@ -245,46 +243,25 @@ def llama(model: Any, request: ElasticSizes) -> Chain:
     heads = request.layers("heads", config.num_attention_heads)
     groups = request.layers("kv_heads", config.num_key_value_heads)
     hidden = request.layers("hidden", config.intermediate_size)
-    frequencies = turn.inv_freq.tolist()
-    turns = [Rotary(dim, frequencies=frequencies, gain=turn.attention_scaling) for _ in body.layers]
-    norm = partial(RMSNorm, eps=config.rms_norm_eps)
+    frequencies, device = turn.inv_freq.tolist(), turn.inv_freq.device
+    turns = [Rotary(dim, frequencies, turn.attention_scaling).to(device) for _ in body.layers]
+    norm, bias = partial(RMSNorm, eps=config.rms_norm_eps), config.attention_bias
+    attend = partial(Attention, causal=True, bias=bias, out_bias=bias, eager=request.eager)
     layers = []
     with torch.device("meta"):
         first = TokenEmbedding(space, config.vocab_size, width)
         for i, block in enumerate(body.layers):
-            bias = config.attention_bias
-            attention = Attention(
-                space,
-                width,
-                heads[i],
-                dim,
-                groups[i],
-                causal=True,
-                bias=bias,
-                out_bias=bias,
-                rotary=turns[i].to(turn.inv_freq.device),
-                eager=request.eager,
-            )
+            attention = attend(space, width, heads[i], dim, groups[i], rotary=turns[i])
             act = activation(config.hidden_act, block.mlp.act_fn)
             mlp = MLP(space, width, hidden[i], act, gated=True, bias=config.mlp_bias)
             layers.append(TransformerBlock(space, width, attention, mlp, norm))
         head = Head(space, width, config.vocab_size, norm=norm, bias=False)
-    fill(first.token, weight=body.embed_tokens.weight)
-    for made, block in zip(layers, body.layers, strict=True):
-        source, mlp = block.self_attn, block.mlp
-        copy_weights(
-            (made.norm1, block.input_layernorm),
-            (made.norm2, block.post_attention_layernorm),
-            (made.attention.q, source.q_proj),
-            (made.attention.k, source.k_proj),
-            (made.attention.v, source.v_proj),
-            (made.attention.out, source.o_proj),
-            (made.mlp.gate, mlp.gate_proj),
-            (made.mlp.up, mlp.up_proj),
-            (made.mlp.down, mlp.down_proj),
-        )
-    copy_weights((head.norm, body.norm), (head.linear, model.lm_head))
-    return request.chain(first, layers, head)
+    copy_weights(first, body, {"token": "embed_tokens"})
+    copy_weights(head, model, {"norm": "model.norm", "linear": "lm_head"})
+    parts = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+    parts |= {f"attention.{name}": f"self_attn.{name[0]}_proj" for name in ("q", "k", "v", "out")}
+    parts |= {f"mlp.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+    return request.chain(first, layers, head, body.layers, parts)
 
 
 # ViT of transformers, made elastic.
@@ -314,19 +291,10 @@ def vit(model: Any, request: ElasticSizes) -> Chain:
             layers.append(TransformerBlock(space, width, attention, mlp, norm, drop))
         head = Head(space, width, config.num_labels, "first", norm)
     source = body.embeddings
-    copy_weights((first.patches, source.patch_embeddings.projection))
+    copy_weights(first, source, {"patches": "patch_embeddings.projection"})
     fill(first.first, weight=source.cls_token[0])
     fill(first.place, weight=source.position_embeddings[0])
-    for made, block in zip(layers, body.layers, strict=True):
-        copy_weights(
-            (made.norm1, block.layernorm_before),
-            (made.attention.q, block.attention.q_proj),
-            (made.attention.k, block.attention.k_proj),
-            (made.attention.v, block.attention.v_proj),
-            (made.attention.out, block.attention.o_proj),
-            (made.norm2, block.layernorm_after),
-            (made.mlp.up, block.mlp.fc1),
-            (made.mlp.down, block.mlp.fc2),
-        )
-    copy_weights((head.norm, body.layernorm), (head.linear, model.classifier))
-    return request.chain(first, layers, head)
+    copy_weights(head, model, {"norm": "vit.layernorm", "linear": "classifier"})
+    parts = {"norm1": "layernorm_before", "norm2": "layernorm_after", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
+    parts |= {f"attention.{name}": f"attention.{name[0]}_proj" for name in ("q", "k", "v", "out")}
+    return request.chain(first, layers, head, body.layers, parts)
