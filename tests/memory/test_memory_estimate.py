@@ -131,8 +131,8 @@ def test_a_model_that_takes_even_batches_alone_is_estimated_at_others() -> None:
     check_equal(estimate(Pairs(8, 8), torch.zeros(4, 8)).at(10), estimate(Pairs(8, 8), torch.zeros(10, 8)))
 
 
-def test_the_parts_and_the_modules_add_up_to_the_peak() -> None:
-    found = of_net(4)  # where no block is taken whole with up to 1 MiB left over, which rounding does not count
+def test_the_parts_and_the_modules_add_up_to_the_peak_also_where_a_block_is_taken_whole() -> None:
+    found = of_net(8)
     assert sum(found.parts.values()) == found.allocated
     held = sum(size for one in found.modules.values() for size in one.values())
     assert held + found.parts["rounding"] == found.allocated

@@ -77,12 +77,10 @@ class CachingAllocator:
         self.allocated = self.peak = self.reserved = self.reserved_peak = 0
         self._free: dict[bool, list[tuple[int, int, AllocatorBlock]]] = {True: [], False: []}
 
-    def rounded(self, size: int) -> int:
-        return max(1, -(-size // self.config.alignment)) * self.config.alignment
-
     def alloc(self, size: int) -> AllocatorBlock:
         """A block of at least so many bytes."""
-        config, size = self.config, self.rounded(size)
+        config = self.config
+        size = max(1, -(-size // config.alignment)) * config.alignment
         small = size <= config.small
         free = self._free[small]
         place = bisect_left(free, size, key=lambda entry: entry[0])
@@ -162,9 +160,6 @@ class CachingAllocator:
 
 class ExactAllocator(CachingAllocator):
     """Counts the bytes that are asked: what is allocated, and reserved, is what lives."""
-
-    def rounded(self, size: int) -> int:
-        return size
 
     def alloc(self, size: int) -> AllocatorBlock:
         self._ensure_room(size)

@@ -58,7 +58,8 @@ def replay(timeline: AllocationTimeline, config: AllocatorConfig | None = None) 
         phases[name] = max(allocator.allocated, phases.get(name, 0))
         if allocator.allocated > best:
             best, moment = allocator.allocated, place
-    parts, modules = _breakdown(timeline, moment, allocator)
+    parts, modules = _breakdown(timeline, moment)
+    parts["rounding"] = best - sum(parts.values())
     reserved = max(reserved, allocator.reserved_peak)
     return PeakMemory(best, reserved, {name: phases.get(name, 0) for name in PHASES[1:]}, parts, modules)
 
@@ -110,20 +111,17 @@ def _events(
         yield place, phase
 
 
-def _breakdown(
-    timeline: AllocationTimeline, moment: int, allocator: CachingAllocator
-) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+def _breakdown(timeline: AllocationTimeline, moment: int) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
     alive: set[int] = set()
     for event in timeline.events[: moment + 1]:
         if event > 0:
             alive.add(event - 1)
         elif event < 0:
             alive.discard(-event - 1)
-    parts = dict.fromkeys((*CATEGORIES, "rounding"), 0)
+    parts = dict.fromkeys(CATEGORIES, 0)
     modules: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
     for block in alive:
         size, part = timeline.sizes[block], timeline.categories[block]
         parts[part] += size
-        parts["rounding"] += allocator.rounded(size) - size if size else 0
         modules[timeline.modules[block]][part] += size
     return parts, {name: dict(held) for name, held in sorted(modules.items())}
