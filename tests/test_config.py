@@ -29,7 +29,6 @@ from weft.config import (
     make_config,
     modern,
     read_config,
-    to_dict,
 )
 from weft.engine.optimizer import Optimizer
 from weft.errors import ConfigError, RunError, TrainError, WeftError
@@ -147,7 +146,7 @@ def test_the_configuration_in_an_old_manifest_is_read_under_todays_keys() -> Non
     offload = {"ahead": 16, "budget": "1GiB", "disk": None, "host": None}
     old = {"supernet": "digits-mlp", "run": "spirals", "runs": "kept", "train": train, "residency": offload}
     config = make_config(modern({**old, "optimizer": {"kind": "adamw", "lr": 0.01}}))
-    assert to_dict(config) == to_dict(
+    assert msgspec.to_builtins(config) == msgspec.to_builtins(
         make_config(
             {
                 "supernet": "digits-mlp",
@@ -199,7 +198,7 @@ def test_a_config_reads_back_what_it_wrote(
     given = {**LEAST, **tables, "optimizer": options, "search": {"maximize": names}}
     before = copy.deepcopy(given)
     config = make_config(given, ["--train.seed=3", "--optimizer.clip=1"])
-    assert make_config(to_dict(config)) == config
+    assert make_config(msgspec.to_builtins(config)) == config
     assert given == before
 
 

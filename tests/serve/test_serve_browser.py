@@ -305,13 +305,6 @@ def test_zooming_in_brings_the_operations_of_a_long_run(
         for _ in range(4):
             page.keyboard.press("+")
         page.wait_for_selector(".figure[aria-label=Schedule] >> text=backward")
-        static = opened(write_report([run]).resolve().as_uri() + "#/run/net/pipeline")
-        wait_for_charts(static, ["Schedule"])
-        assert "Zoom into the middle" in static.locator(".figure[aria-label=Schedule]").inner_text()
-        static.locator(".chart[aria-label^='Schedule']").focus()
-        for _ in range(4):
-            static.keyboard.press("+")
-        static.wait_for_selector(".figure[aria-label=Schedule] >> text=backward")
         page.locator(".figure[aria-label=Schedule]").get_by_role("button", name="Table").click()
         assert "0F1000" in page.locator("[aria-label='operations in the window'] tbody th").all_inner_texts()
         page.close()

@@ -175,7 +175,7 @@ def test_a_manifest_and_a_result_that_are_damaged_give_a_document(run: Path) -> 
     empty = studies.document(run.parent)
     assert studies.present(run)
     assert not studies.present(run.parent)
-    assert (empty["trials"], empty["devices"], empty["began"], empty["importances"]) == ([], [], None, {})
+    assert (empty["trials"], empty["devices"], empty["importances"]) == ([], [], {})
 
 
 def test_a_job_runs_without_end_for_as_long_as_its_driver_does(run: Path) -> None:

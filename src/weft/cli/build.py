@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec import Struct
-from msgspec.structs import replace
+from msgspec import Struct, to_builtins
+from msgspec.structs import asdict, replace
 
 from weft import zoo
-from weft.config import Config, DataSource, NamedSource, to_dict, values_of
+from weft.config import Config, DataSource, NamedSource
 from weft.data import Data, as_data, open_data
 from weft.engine.bilevel import Bilevel
 from weft.engine.losses import accuracy, cross_entropy, mean_squared_error
@@ -79,7 +79,7 @@ def data_of(config: Config, folder: Path) -> Data:
 
 def train_parts(config: Config, folder: Path) -> Parts:
     """The three configs of ``weft.train``."""
-    train, execution, offload = values_of(config.train), values_of(config.execution), values_of(config.offload)
+    train, execution, offload = asdict(config.train), asdict(config.execution), asdict(config.offload)
     stream, init, distill = folder / train["stream"], train["init_from"], train["distill"]
     train |= {
         "stream": str(stream) if stream.is_file() else train["stream"],
@@ -95,12 +95,12 @@ def train_parts(config: Config, folder: Path) -> Parts:
 
 
 def _run(config: Config, folder: Path) -> RunConfig:
-    run = values_of(config.run)
+    run = asdict(config.run)
     metrics = (run["metrics"],) if isinstance(run["metrics"], str) else run["metrics"]
     run["metrics"] = {spec.rpartition(":")[2]: _function("run.metrics", spec, folder) for spec in metrics}
     if isinstance(run["validation"], Struct):
-        run["validation"] = Validation(**values_of(run["validation"]))
-    return RunConfig(**run, source={**to_dict(config), "folder": str(folder.resolve())})
+        run["validation"] = Validation(**asdict(run["validation"]))
+    return RunConfig(**run, source={**to_builtins(config), "folder": str(folder.resolve())})
 
 
 def gradient_search(config: Config) -> GradientSearchConfig:
