@@ -255,7 +255,7 @@ MISTAKES = {
     "train c.toml --resume --train.seed=3": r"run 'c' was made with seed = 0, now it is 3",
     "train c.toml --resume --supernet=digits-mlp": r"run 'c' was made with (layers|space) = \w+, now it is \w+",
     "train c.toml --run=n --optimizer.lr=1e30": r"not a number in step \d+, .* appears in layer '\w+",
-    "search c.toml --run=none": r"there is no run in 'runs/none': train it first",
+    "search c.toml --run=cc": r"there is no run in 'runs/cc': train it first .*; did you mean 'c'\?",
     "search .": r"is not a run: it has no manifest\.json",
     "search c.toml --supernet=digits-mlp": r"run 'c' is of the space \w+, not of this",
     "search c.toml --search.method=evolve": r"unknown search method 'evolve'",

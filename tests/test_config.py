@@ -31,7 +31,7 @@ from weft.config import (
     read_config,
 )
 from weft.engine.optimizer import Optimizer
-from weft.errors import ConfigError, RunError, TrainError, WeftError
+from weft.errors import ConfigError, TrainError, WeftError
 from weft.offload.config import OffloadConfig
 from weft.supernet import Chain
 from weft.trainer.config import Execution, TrainConfig
@@ -453,10 +453,3 @@ def test_the_number_of_threads_is_the_configs(own: Path) -> None:
     assert torch.get_num_threads() == 1
     with pytest.raises(TrainError, match=r"threads=0: a whole number, 1 or more"):
         build.set_threads(make_config(LEAST, ["--execution.threads=0"]))
-
-
-def test_a_run_that_does_not_exist_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
-    (tmp_path / "spirals").mkdir()
-    (tmp_path / "spirals" / "manifest.json").write_text("{}")
-    with pytest.raises(RunError, match=r"train it first \(weft train\); did you mean 'spirals'\?"):
-        build.open_trained(make_config(LEAST, ["--run=spirls", f"--run.folder={tmp_path}"]), tmp_path)

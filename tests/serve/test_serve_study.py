@@ -328,12 +328,6 @@ def test_a_job_ends_when_it_is_lost_and_its_trial_has_another_attempt(case: str)
     assert all(bar.end is None for bar in found.running.values())
 
 
-def test_devices_of_one_name_are_numbered_by_their_places() -> None:
-    found = events(DEVICES, *proposed(0, 1), placed("a", 0), placed("b", 1, places=[1]))
-    assert found.devices == {"local/cpu": GIB, "local/cpu (2)": None}
-    assert [bar.devices for bar in found.running.values()] == [["local/cpu"], ["local/cpu (2)"]]
-
-
 def test_a_pruned_trial_has_the_values_of_its_last_report_and_a_failed_one_none() -> None:
     reports = [{"event": "reported", "trials": [0], "at": at, "values": [at / 100, "nan"]} for at in (20, 10)]
     found = events(*proposed(0, 1), *reports, ended(0, "pruned", values=None), ended(1, "failed", values=None))

@@ -30,7 +30,7 @@ from weft.pipeline.simulator import Simulated, Span, jitter, simulate
 from weft.pipeline.workload import Workload
 from weft.runs import Run
 from weft.supernet.partition import best_cut
-from weft.trace.analysis import bubble, busy, gaps, idle_shares, steady_bubble, summary, worst_waits
+from weft.trace.analysis import bubble, busy, gaps, steady_bubble, summary, worst_waits
 from weft.trace.perfetto import perfetto
 from weft.trace.reader import read_traces
 from weft.trace.recorder import TraceRecorder
@@ -179,23 +179,6 @@ def test_busy_and_idle_time_of_every_stage_add_up_to_the_time_of_the_trace(
         assert sorted([*shown, *waited]) == list(cells)
 
 
-@pytest.mark.parametrize("every", [1, 3, 50])
-def test_idle_shares_of_windows_add_up_to_the_idle_time(every: int) -> None:
-    drawn = traced(on(shared(4, 1, 9), 3))
-    trace = columns(drawn)
-    for one, row in zip(drawn.stages, summary(trace)["stages"], strict=True):
-        shares = idle_shares(trace, one.stage, every)
-        assert len(shares) == -(-len(one.spans) // every)
-        ends = [*(at for at, _ in shares[1:]), trace.end]
-        assert shares[0][0] == trace.begin
-        assert all(0 <= share <= 1 for _, share in shares)
-        for (at, share), end in zip(shares, ends, strict=True):
-            worked = sum(max(0.0, min(end, span.end) - max(at, span.start)) for span in one.spans)
-            assert share == pytest.approx(1 - worked / (end - at))
-        total = sum(share * (end - at) for (at, share), end in zip(shares, ends, strict=True))
-        assert total == pytest.approx(row["idle"])
-
-
 def test_what_a_tracer_writes_is_read_back_to_the_last_bit(tmp_path: Path) -> None:
     result = on(shared(4, 2, 5, "lagged(2)"), 3, duration=jitter(1, 0.3))
     trace = traced(result, 0.125, m=2, since=EPOCH, updates=0.0)
@@ -337,7 +320,7 @@ def test_an_arrow_of_a_message_that_left_before_its_operation_was_over_never_lea
     assert drawn == [("s", 2_000_000), ("f", 2_000_000)]
 
 
-def test_counters_follow_what_is_in_flight_the_version_and_the_idle_share() -> None:
+def test_counters_follow_what_is_in_flight_and_the_version() -> None:
     trace = traced(TWO, 0.5, updates=0.0)
     counters: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for event in of(trace, "C"):
@@ -345,7 +328,6 @@ def test_counters_follow_what_is_in_flight_the_version_and_the_idle_share() -> N
         counters.setdefault((event["pid"], event["name"]), []).append((event["ts"] / 1e6, value))
     assert counters[1, "in flight"] == [(0, 1), (1, 2), (5, 2), (8, 1)]
     assert counters[1, "weights"] == [(7, 1), (10, 2)]
-    assert counters[1, "idle"] == counters[2, "idle"] == [(0, 0.4)]
 
 
 # A stage whose weights change while two micro-batches are under way. A letter is one second, the number below it the
@@ -382,7 +364,7 @@ def test_versions_are_read_back_and_their_lag_is_counted_and_drawn(tmp_path: Pat
     assert counters == [(2_000_000, 0), (5_000_000, 1), (7_000_000, 1)]
     plain = traced(TWO, 0.5)
     assert [row["version_lag"] for row in summary(columns(plain))["stages"]] == [{}, {}]
-    assert {event["name"] for event in of(plain, "C")} == {"in flight", "idle"}
+    assert {event["name"] for event in of(plain, "C")} == {"in flight"}
 
 
 def test_a_run_on_two_processes_is_traced_with_its_versions_and_all_its_updates(tmp_path: Path) -> None:

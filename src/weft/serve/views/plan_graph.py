@@ -69,14 +69,10 @@ def _column_groups(found: Sequence[LayerGroup]) -> Iterator[list[LayerGroup]]:
     """Groups that share a column."""
     now: list[LayerGroup] = []
     for group in found:
-        is_small = not group.is_layer or len(group.places) < SMALL
-        if now and not (
-            is_small
-            and group.times == now[-1].times == 1
-            and group.stage == now[-1].stage
-            and (not now[-1].is_layer or len(now[-1].places) < SMALL)
-            and sum(len(own.places) for own in now) + len(group.places) <= SHORT
-        ):
+        is_small = all(not own.is_layer or len(own.places) < SMALL for own in (group, *now[-1:]))
+        is_like = all(group.times == own.times == 1 and group.stage == own.stage for own in now[-1:])
+        is_short = sum(len(own.places) for own in (group, *now)) <= SHORT
+        if now and not (is_small and is_like and is_short):
             yield now
             now = []
         now.append(group)
