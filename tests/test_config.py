@@ -58,8 +58,7 @@ def refusal(values: dict[str, Any], *overrides: str) -> str:
 
 
 def test_a_supernet_is_all_that_a_config_must_name() -> None:
-    config = make_config(LEAST)
-    assert config == Config("digits-mlp", data="digits", train=Train(), search=Search(), export=Export())
+    assert make_config(LEAST) == Config("digits-mlp")
     assert "supernet" in refusal({})
 
 
@@ -292,11 +291,8 @@ def test_a_supernet_comes_from_the_zoo_or_from_ones_own_code(own: Path) -> None:
     assert build.supernet_of(make_config(LEAST), own) is zoo.digits_mlp
     made = build.supernet_of(make_config({"supernet": {"source": "cfg_own:build", "options": {"width": 6}}}), own)
     assert not isinstance(made, Chain)
-    assert isinstance(made(), Chain)
+    assert (type(made()), made.keywords) == (Chain, {"width": 6})
     assert isinstance(build.supernet_of(make_config({"supernet": "cfg_own:ready"}), own), Chain)
-    smaller = build.supernet_of(make_config(LEAST, ["--supernet.options.blocks=2"]), own)
-    assert not isinstance(smaller, Chain)
-    assert len(smaller().blocks) == 4
 
 
 @pytest.mark.parametrize(
@@ -364,8 +360,8 @@ def test_an_optimizer_in_a_config_is_that_of_python(own: Path) -> None:
 
 
 def test_every_field_of_a_training_can_be_set_in_a_file(own: Path) -> None:
-    values = {"train": {"steps": 7, "batch_size": 6, "microbatches": 3, "precision": "bf16", "on_nonfinite": "skip"}}
-    values |= {"execution": {"stages": 2, "cut": [3], "max_in_flight": 4, "split_backward": True, "max_restarts": 0}}
+    values: dict[str, Any] = {"train": {"steps": 7, "batch_size": 6, "microbatches": 3, "precision": "bf16"}}
+    values |= {"execution": {"stages": 2, "cut": [3], "max_in_flight": 4, "split_backward": True}}
     values |= {"run": {"name": "x", "folder": "y", "checkpoint_every": 3, "keep_checkpoints": 2}}
     values |= {"offload": {"budget": "2MiB"}}
     parts = build.train_parts(make_config({**LEAST, **values}), own)

@@ -161,9 +161,7 @@ def test_hostile_names_are_given_as_they_are(tmp_path: Path, made: Plan) -> None
 WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no list": lambda plan: plan.update(operators={"a": 1}),
     "no name": lambda plan: plan["operators"][0].pop("name"),
-    "a later source": lambda plan: plan["operators"][0].update(
-        reads=[{"source": 0, "shape": [1], "local": [1], "moved": False}]
-    ),
+    "a later source": lambda plan: plan["operators"][0].update(reads=[{"source": 0, "shape": [1], "local": [1]}]),
     "a split of other axes": lambda plan: plan["operators"][0].update(split=["-"] * 9),
     "an unknown dimension": lambda plan: plan["operators"][0].update(split=["zz"] * len(plan["mesh"])),
     "no such stage": lambda plan: plan["operators"][0].update(stage=5),

@@ -134,28 +134,19 @@ def test_a_search_that_goes_on_shows_what_it_scored_before_there_is_a_front(run:
     assert searches.present(run)
 
 
-DAMAGED = {
-    "torn": b'{"members": [{"id"',
-    "not a front": b"[1, 2]",
-    "odd members": json.dumps(
-        {
-            "members": [3, {"id": 4}, {"id": "a"}, {"id": "b", "subnet": 1, "scores": [2], "layers": 3}],
-            "objectives": [1, {"name": 2}, {"name": "accuracy"}],
-            "constraints": ["flops <= many", 4],
-            "choices": {"a": 1},
-            "context": 3,
-        }
-    ).encode(),
-    "empty": b"",
+ODD: dict[str, Any] = {
+    "members": [3, {"id": 4}, {"id": "a"}, {"id": "b", "subnet": 1, "scores": [2], "layers": 3}],
+    "objectives": [1, {"name": 2}, {"name": "accuracy"}],
 }
+ODD |= {"constraints": ["flops <= many", 4], "choices": {"a": 1}, "context": 3}
 
 
-@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_front_is_named_and_the_rest_is_shown(run: Path, content: bytes) -> None:
-    (run / "results" / "search" / "front.json").write_bytes(content)
+@pytest.mark.parametrize("content", ['{"members": [{"id"', "[1, 2]", "", json.dumps(ODD)])
+def test_a_damaged_front_is_named_and_the_rest_is_shown(run: Path, content: str) -> None:
+    (run / "results" / "search" / "front.json").write_text(content)
     found = searches.document(run)
     assert len(found["scored"]) >= 6
-    assert isinstance(found["problem"], str) == (content != DAMAGED["odd members"])
+    assert isinstance(found["problem"], str) == (content != json.dumps(ODD))
     json.dumps(found, allow_nan=False)
 
 
@@ -350,19 +341,11 @@ def test_a_run_without_a_mixture_has_none(tmp_path: Path) -> None:
 
 def test_damaged_events_are_passed_over(tmp_path: Path) -> None:
     good = step(3, 0.4, 0.6, 0.1, 0.2, 0.7)
-    bad: list[object] = [
-        step(0, 0.4, 0.6),
-        step(1, "nan", 0.6, 0.1, 0.2, 0.7),
-        step(2, {}, 0, 0, 0, 0),
-        step(2, [1], 0, 0, 0, 0),
-        {**good, "step": "x"},
-        {**good, "mixture": 3},
-        {**good, "event": "other"},
-        started("x"),
-        started([{"name": 3}, 4]),
-        b'{"event": "step", "step": 4, "mixture": [0.1',
-    ]
-    found = probabilities(written(tmp_path, started(), good, *bad))
+    mixtures = [[0.4, 0.6], ["nan", 0.6, 0.1, 0.2, 0.7], [{}, 0, 0, 0, 0], [[1], 0, 0, 0, 0]]
+    bad = [step(at, *mixture) for at, mixture in enumerate(mixtures)]
+    bad += [{**good, **wrong} for wrong in ({"step": "x"}, {"mixture": 3}, {"event": "other"})]
+    bad += [started("x"), started([{"name": 3}, 4])]
+    found = probabilities(written(tmp_path, started(), good, *bad, b'{"event": "step", "step": 4, "mixture": [0.1'))
     assert found is not None
     assert found["steps"] == [3]
 

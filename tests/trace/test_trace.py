@@ -248,12 +248,18 @@ def test_perfetto_shows_every_operation_as_it_prints() -> None:
     assert changed == [{"layers": 2, "version": n} for n in range(1, 9)]
 
 
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[Simulated, float]:
+    """A run on some stages, and how long a message takes."""
+    latency, vary = draw(st.sampled_from([0.0, 0.3])), jitter(draw(st.integers(0, 5)), 0.5)
+    work = shared(4, 2, draw(st.integers(1, 6)), "lagged(2)")
+    return on(work, draw(st.integers(1, 4)), latency=latency, duration=vary), latency
+
+
 @settings(max_examples=20)
-@given(st.integers(1, 4), st.integers(1, 6), st.sampled_from([0.0, 0.3]), st.integers(0, 5), st.booleans())
-def test_perfetto_events_keep_the_rules_of_the_format(
-    stages: int, steps: int, latency: float, seed: int, beside: bool
-) -> None:
-    result = on(shared(4, 2, steps, "lagged(2)"), stages, latency=latency, duration=jitter(seed, 0.5))
+@given(runs(), st.booleans())
+def test_perfetto_events_keep_the_rules_of_the_format(run: tuple[Simulated, float], beside: bool) -> None:
+    (result, latency), stages = run, run[0].stages
     trace = traced(result, latency, m=2, since=EPOCH, updates=0.0)
     drawn = perfetto(columns(replace(trace, simulated=result.spans if beside else ())))
     assert json.loads(json.dumps(drawn, allow_nan=False)) == drawn
@@ -288,11 +294,11 @@ def test_perfetto_events_keep_the_rules_of_the_format(
 
 
 @settings(max_examples=20)
-@given(st.integers(1, 4), st.integers(1, 6), st.sampled_from([0.0, 0.3]), st.integers(0, 5))
+@given(runs())
 def test_an_arrow_leads_from_the_operation_that_sent_a_message_to_the_one_that_took_it(
-    stages: int, steps: int, latency: float, seed: int
+    run: tuple[Simulated, float],
 ) -> None:
-    result = on(shared(4, 2, steps, "lagged(2)"), stages, latency=latency, duration=jitter(seed, 0.5))
+    (result, latency), stages = run, run[0].stages
     events = perfetto(columns(traced(result, latency)))["traceEvents"]
     arrows: dict[int, list[str]] = {}
     last: dict[int, dict[str, Any]] = {}
