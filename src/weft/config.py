@@ -264,6 +264,11 @@ def convert(
         raise ConfigError(_explain(str(problem), kind, renamed)) from None
 
 
+def values_of(table: Any) -> dict[str, Any]:
+    """The entries of a table by name."""
+    return msgspec.structs.asdict(table)
+
+
 def _apply(values: dict[str, Any], override: str, root: type) -> None:
     match = re.fullmatch(r"--([A-Za-z_][\w.-]*)=(.*)", override, re.DOTALL)
     if match is None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from msgspec import Struct, to_builtins
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from weft import zoo
-from weft.config import Config, DataSource, NamedSource
+from weft.config import Config, DataSource, NamedSource, values_of
 from weft.data import Data, as_data, open_data
 from weft.engine.bilevel import Bilevel
 from weft.engine.losses import accuracy, cross_entropy, mean_squared_error
@@ -79,7 +79,7 @@ def data_of(config: Config, folder: Path) -> Data:
 
 def train_parts(config: Config, folder: Path) -> Parts:
     """The three configs of ``weft.train``."""
-    train, execution, offload = asdict(config.train), asdict(config.execution), asdict(config.offload)
+    train, execution, offload = values_of(config.train), values_of(config.execution), values_of(config.offload)
     stream, init, distill = folder / train["stream"], train["init_from"], train["distill"]
     train |= {
         "stream": str(stream) if stream.is_file() else train["stream"],
@@ -95,11 +95,11 @@ def train_parts(config: Config, folder: Path) -> Parts:
 
 
 def _run(config: Config, folder: Path) -> RunConfig:
-    run = asdict(config.run)
+    run = values_of(config.run)
     metrics = (run["metrics"],) if isinstance(run["metrics"], str) else run["metrics"]
     run["metrics"] = {spec.rpartition(":")[2]: _function("run.metrics", spec, folder) for spec in metrics}
     if isinstance(run["validation"], Struct):
-        run["validation"] = Validation(**asdict(run["validation"]))
+        run["validation"] = Validation(**values_of(run["validation"]))
     return RunConfig(**run, source={**to_builtins(config), "folder": str(folder.resolve())})
 
 

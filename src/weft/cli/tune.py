@@ -27,6 +27,7 @@ from weft.config import (
     convert,
     read_values,
     table_of,
+    values_of,
 )
 from weft.data import Data, Loader, as_data
 from weft.errors import ConfigError, WeftError
@@ -218,7 +219,7 @@ class Subnets:
 
 def tune_arguments(config: StudyFile, folder: Path) -> tuple[Any, Space, StudyConfig, StudyExecution]:
     """The first arguments of ``weft.tune``."""
-    given = msgspec.structs.asdict(config.study)
+    given = values_of(config.study)
     parts = [{entry.name: given[entry.name] for entry in fields(part)} for part in (StudyConfig, StudyExecution)]
     options = StudyConfig(**parts[0]), StudyExecution(**parts[1])
     if config.objective is not None:
@@ -254,7 +255,7 @@ def _recipe(config: StudyFile, t: RecipeTable, folder: Path) -> tuple[Recipe, Ch
         if not callable(model):
             raise ConfigError(f"recipe.model: '{t.model}' is {type(model).__name__}, which cannot be called")
     judged_by = (*_names(config.study.maximize), *_names(config.study.minimize))
-    given = msgspec.structs.asdict(t) | {
+    given = values_of(t) | {
         "model": model,
         "data": load,
         "loss": train.loss,
