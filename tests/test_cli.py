@@ -138,10 +138,10 @@ def test_a_config_is_trained_searched_and_exported(trained: tuple[Path, dict[str
     assert run.state() == "finished"
     assert run.manifest["config"]["folder"] == str(folder)
     saved = json.loads((folder / results["search"]["results"] / "front.json").read_text())
-    shown = results["search"]["front"]
-    assert {key: saved[key] for key in shown if key != "members"} == {k: v for k, v in shown.items() if k != "members"}
-    for kept, member in zip(saved["members"], shown["members"], strict=True):
-        assert {key: kept[key] for key in member} == member  # the file says more: the layers
+    members = [
+        {key: own[key] for key in own if key != "layers"} for own in saved["members"]
+    ]  # which the file has alone
+    assert {**saved, "members": members} == saved | results["search"]["front"]
     about = json.loads((folder / results["export"]["json"]).read_text())
     assert about["command"] == "weft export c.toml"
     outputs = torch.export.load(folder / results["export"]["torch"]).module()(torch.ones(5, 4))
@@ -179,9 +179,8 @@ def test_runs_are_listed_with_their_state_and_how_far_they_are(copied: Path) -> 
 def test_the_directory_of_a_run_stands_for_its_config_wherever_one_is(
     trained: tuple[Path, dict[str, Any]], copied: Path, tmp_path: Path
 ) -> None:
-    elsewhere = tmp_path / "elsewhere"
+    elsewhere, run = tmp_path / "elsewhere", copied / "runs" / "c"
     elsewhere.mkdir()
-    run = copied / "runs" / "c"
     shutil.rmtree(run / "results")
     # The run was moved; the code that it names still lies where the config was.
     found = weft("search", run, "--json", cwd=elsewhere).json
@@ -199,18 +198,14 @@ def test_settings_on_the_command_line_count(copied: Path) -> None:
     run = Run.open(copied / "runs" / "7")
     assert run.manifest["train_config"]["steps"] == 3
     subnet = json.dumps({"b0": "skip", "b1": "two"})
-    done = weft("export", "runs/7", f"--export.subnet={subnet}", "--export.formats=safetensors", "--json", cwd=copied)
-    assert json.loads((copied / "runs" / "7" / Path(done.json["json"])).read_text())["subnet"]["values"] == {
-        "b0": "skip",
-        "b1": "two",
-    }
+    export = ("export", "--export.formats=safetensors", "--json")
+    done = weft(export[0], "runs/7", f"--export.subnet={subnet}", *export[1:], cwd=copied)
+    about = json.loads((copied / "runs" / "7" / Path(done.json["json"])).read_text())
+    assert about["subnet"]["values"] == json.loads(subnet)
     front = weft("search", "c.toml", "--search.minimize=parameters", "--json", cwd=copied).json["front"]
     assert front["objectives"] == [{"name": "parameters", "maximize": False}]
     one = front["members"][0]["id"]
-    named = weft(
-        "export", "c.toml", f"--export.subnet={one[:10]}", "--export.formats=safetensors", "--json", cwd=copied
-    )
-    assert one in named.json["json"]
+    assert one in weft(export[0], "c.toml", f"--export.subnet={one[:10]}", *export[1:], cwd=copied).json["json"]
 
 
 def test_a_blank_may_stand_for_the_sign_of_a_setting(copied: Path) -> None:
@@ -260,7 +255,7 @@ MISTAKES = {
     "train c.toml --resume --train.seed=3": r"run 'c' was made with seed = 0, now it is 3",
     "train c.toml --resume --supernet=digits-mlp": r"run 'c' was made with (layers|space) = \w+, now it is \w+",
     "train c.toml --run=n --optimizer.lr=1e30": r"not a number in step \d+, .* appears in layer '\w+",
-    "search c.toml --run=none": r"there is no run in 'runs/none': train it first",
+    "search c.toml --run=cc": r"there is no run in 'runs/cc': train it first .*; did you mean 'c'\?",
     "search .": r"is not a run: it has no manifest\.json",
     "search c.toml --supernet=digits-mlp": r"run 'c' is of the space \w+, not of this",
     "search c.toml --search.method=evolve": r"unknown search method 'evolve'",
@@ -308,9 +303,7 @@ def test_a_search_needs_a_config_and_validation_data(project: Path) -> None:
     assert weft("train", "c.toml", *options, cwd=project).code == 0
     assert "search needs validation data" in weft("search", "c.toml", *options, cwd=project).err
     Run.create(project / "runs", "plain", manifest={})
-    done = weft("search", "runs/plain", cwd=project)
-    assert done.code == 2
-    assert "was not started from a config: use weft.load_run in Python" in done.err
+    assert "was not started from a config" in weft("search", "runs/plain", cwd=project).error
 
 
 def test_runs_whose_loss_is_no_number_are_listed_in_strict_json(project: Path) -> None:

@@ -123,8 +123,8 @@ def test_what_was_found_is_told_as_json_and_lies_in_the_run(searched: tuple[Path
     assert result["scores"].keys() == {"accuracy", "watched", "loss", "parameters", "flops"}
     assert 0.98 * 900 <= result["scores"]["parameters"] <= 1.02 * 900
     assert [row["choice"] for row in result["probabilities"]] == ["width", "depth", "ratio"]
-    for row, options in zip(result["probabilities"], ([4, 8], [1, 2], [1, 2.5]), strict=True):
-        assert row["options"] == options
+    assert [row["options"] for row in result["probabilities"]] == [[4, 8], [1, 2], [1, 2.5]]
+    for row in result["probabilities"]:
         assert row["found"] == result["subnet"]["values"][row["choice"]]
         assert sum(row["probabilities"]) == pytest.approx(1, abs=1e-5)
         assert row["bits"] == pytest.approx(-sum(p * math.log2(p) for p in row["probabilities"]), abs=1e-5)
@@ -132,8 +132,8 @@ def test_what_was_found_is_told_as_json_and_lies_in_the_run(searched: tuple[Path
 
     run = Run.open(folder / "runs" / "c")
     assert run.state() == "finished"
-    assert run.manifest["config"]["search"]["method"] == "drnas"
-    assert run.manifest["config"]["search"]["targets"] == ["parameters=900"]
+    asked = run.manifest["config"]["search"]
+    assert (asked["method"], asked["targets"]) == ("drnas", ["parameters=900"])
     assert run.manifest["train_config"]["architecture_search"]["optimizer"]["lr"] == 0.05
     results = folder / result["results"]
     assert result["files"] == ["front.csv", "front.json", "mixture.json"]
@@ -192,9 +192,8 @@ def test_for_a_person_there_is_a_table_of_choices_without_escape_codes(project: 
     assert "\x1b" not in done.out
     assert Run.open(project / "runs" / "c").manifest["train_config"]["architecture_search"]["warmup"] == 2
     by_samples = call(*arguments, "--method=spos", "--run=s", cwd=project)
-    assert (by_samples.code, by_samples.err) == (0, "")
+    assert (by_samples.code, by_samples.err, "bits" in by_samples.out) == (0, "", False)
     assert "searched by spos" in by_samples.out
-    assert "bits" not in by_samples.out
 
 
 def test_the_method_and_its_settings_can_stand_in_the_config(project: Path) -> None:
@@ -218,12 +217,8 @@ def test_ctrl_c_leaves_a_run_that_resumes_to_the_same_bits(
     assert done.err == f"stopped; a checkpoint after 13 steps is written. Resume with: {again}\n"
     assert Run.open(project / "runs" / "c").state() == "stopped"
 
-    for changed in (
-        "--method=darts --target=parameters=900",
-        "--method=drnas",
-        "--method=drnas --target=parameters=900 --search.rate=1",
-        "--method=drnas --target=parameters=900 --search.weight_warmup_steps=1",
-    ):
+    same = "--method=drnas --target=parameters=900"
+    for changed in ("--method=drnas", f"{same} --search.rate=1", f"{same} --search.weight_warmup_steps=1"):
         other = call("search", "c.toml", *changed.split(), "--resume", cwd=project)
         assert re.search(r"run 'c' was made with (architecture_search|loss)", other.error), changed
 
@@ -251,33 +246,17 @@ def test_a_finished_search_is_exported_searched_on_and_told_again(
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "unknown method": (["--method=drns"], r"unknown search method 'drns'; did you mean 'drnas'\?"),
-    "second run": (
-        ["--method=drnas"],
-        r"'runs/c' already holds a run; resume it, or choose another name \(--resume, or --run=NAME\)",
-    ),
-    "target out of reach": (
-        ["--method=drnas", "--run=n", "--target=parameters=5e9"],
-        r"no architecture meets parameters=5e\+09 \(the reachable range is \d+ to \d+\)",
-    ),
+    "second run": (["--method=drnas"], r"'runs/c' already holds a run; resume it, .* \(--resume, or --run=NAME\)"),
+    "target out of reach": (["--method=drnas", "--run=n", "--target=parameters=5e9"], "the reachable range is"),
     "target of a search": (["--target=flops=3"], r"--target is for methods that train.*--search\.constraints"),
     "resumed search": (["--method=random", "--resume"], r"--resume is for methods that train.*'random' searches"),
     "stages of a search": (["--stages=2"], r"--stages is for methods that train"),
-    "no validation data": (
-        ["--method=darts", "--run=n", "--data=grad_net:train_only"],
-        r"'darts' finds the architecture on validation data, and this data set has none: split some off",
-    ),
-    "no choices": (
-        ["--method=darts", "--run=n", "--supernet=grad_net:no_choices"],
-        r"'darts' has nothing to search: the supernet has no choices",
-    ),
+    "no validation data": (["--method=darts", "--run=n", "--data=grad_net:train_only"], "split some off"),
+    "no choices": (["--method=darts", "--run=n", "--supernet=grad_net:no_choices"], "has nothing to search"),
     "no partial channels": (["--method=pc-darts", "--run=n"], r"'pc-darts' mixes a part of the channels.*partial=4"),
     "no rate": (["--method=darts", "--run=n", "--search.rate=0"], r"search\.rate is above 0"),
-    "no warm-up": (
-        ["--method=darts", "--run=n", "--search.weight_warmup_steps=-1"],
-        r"weight_warmup_steps is a whole number of 0",
-    ),
+    "no warm-up": (["--method=darts", "--run=n", "--search.weight_warmup_steps=-1"], "is a whole number of 0"),
     "name of a search": (["--method=darts", "--run=n", "--search.name=../x"], r"a search cannot be called '\.\./x'"),
-    "unknown option": (["--methd=darts"], r"unknown key 'methd'"),
 }
 
 
@@ -321,20 +300,21 @@ def test_search_in_python_says_how_it_is_called(tmp_path: Path) -> None:
     data = weft.data.digits()
     trained = weft.train(layered, data, steps=1, folder=tmp_path)
     search: Any = weft.search
-    with pytest.raises(SearchError, match=r"trained together by weft.search_gradient\(build, data, steps=...\)"):
-        search(layered)
-    with pytest.raises(SearchError, match=r"the option 'recalibrate' is called 'bn_batches' now"):
-        search(trained, recalibrate=1)
-    with pytest.raises(SearchError, match=r"unknown option 'budgets'; did you mean 'budget'"):
-        search(trained, budgets=1)
-    with pytest.raises(SearchError, match=r"'gdas' trains weights and architecture together"):
-        search(trained, method=GDAS())
-    with pytest.raises(SearchError, match=r"'drnas' trains weights and architecture together: call weft.search_grad"):
-        search(trained, method="drnas")
-    with pytest.raises(SearchError, match=r"unknown gradient method 'dars'; did you mean 'darts'"):
-        weft.search_gradient(layered, data, method="dars", steps=3)
-    with pytest.raises(SearchError, match=r"'evolution' searches a trained run: call weft.search"):
-        weft.search_gradient(layered, data, method="evolution", steps=3)
+    unknown: Any = weft.search_gradient
+    for begun, words in (
+        (lambda: search(layered), r"trained together by weft.search_gradient\(build, data, steps=...\)"),
+        (lambda: search(trained, recalibrate=1), "the option 'recalibrate' is called 'bn_batches' now"),
+        (lambda: search(trained, budgets=1), r"unknown option 'budgets'; did you mean 'budget'"),
+        (lambda: search(trained, method=GDAS()), "'gdas' trains weights and architecture together"),
+        (lambda: search(trained, method="drnas"), "'drnas' trains .* together: call weft.search_gradient"),
+        (
+            lambda: unknown(layered, data, method="dars", steps=3),
+            "unknown gradient method 'dars'; did you mean 'darts'",
+        ),
+        (lambda: unknown(layered, data, method="evolution", steps=3), "'evolution' searches a trained run: call weft"),
+    ):
+        with pytest.raises(SearchError, match=words):
+            begun()
 
 
 def test_gradient_search_is_not_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,21 +329,14 @@ def test_the_zoo_is_listed_with_all_its_spaces(tmp_path: Path) -> None:
     assert [entry["name"] for entry in listed] == list(zoo.SUPERNETS)
     for entry in listed:
         single = entry["name"] == "gpt"  # one network, with nothing to choose
-        assert (entry["choices"] == 0) == single
-        assert (entry["subnets"] == 1) == single
+        assert (entry["choices"] == 0, entry["subnets"] == 1) == (single, single)
         assert 0 < entry["smallest"] <= entry["largest"], entry["name"]
-        assert entry["about"].endswith(".")
-        assert "\n" not in entry["about"]
+        assert re.fullmatch(r".+\.", entry["about"])
     known = {entry["name"]: entry for entry in listed}
     assert known["nas-bench-macro"]["subnets"] == 6561
-    assert known["digits-conv"] == {
-        "name": "digits-conv",
-        "subnets": 4096,
-        "choices": 6,
-        "smallest": 5178,
-        "largest": 101466,
-        "about": summary(zoo.digits_conv),
-    }
+    digits = known["digits-conv"]
+    assert [digits[key] for key in ("subnets", "choices", "smallest", "largest")] == [4096, 6, 5178, 101466]
+    assert digits["about"] == summary(zoo.digits_conv)
     assert list(tmp_path.iterdir()) == []
 
 

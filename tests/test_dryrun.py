@@ -48,29 +48,16 @@ def train_config(**options: Any) -> TrainConfig:
 
 def test_a_small_run_is_told_as_counted_by_hand() -> None:
     stem, big, head = 3 * 4 + 4, 4 * 4 + 4, 4 * 2 + 2
+    most = stem + 2 * big + head
     found = described(optimizer=Optimizer("sgd", lr=0.1, momentum=0.9), microbatches=2)
     assert found.pop("stream").startswith("iid: every step draws every choice anew")
     # A micro-batch of 4: the stem and both choices keep their inputs (3, 4, 4), the head its input (4), and the error
     # its outputs and targets (2, 2); the weights of a layer are no activations.
-    assert found == {
-        "run": "runs/name",
-        "device": "cpu",
-        "steps": 10,
-        "batch_size": 8,
-        "microbatches": 2,
-        "epochs": 2.5,
-        "subnets": 4,
-        "blocks": 4,
-        "layers": 6,
-        "parameters": stem + 2 * big + head,
-        "parameters_largest": stem + 2 * big + head,
-        "parameters_smallest": stem + head,
-        "memory_weights": 4 * (stem + 2 * big + head),
-        "memory_optimizer": 4 * (stem + 2 * big + head),
-        "memory_versions": 0,
-        "memory_gradients": 4 * (stem + 2 * big + head),
-        "memory_activations": 4 * 4 * (3 + 4 + 4 + 4 + 2 + 2),
-    }
+    run = {"run": "runs/name", "device": "cpu", "steps": 10, "batch_size": 8, "microbatches": 2, "epochs": 2.5}
+    size = {"subnets": 4, "blocks": 4, "layers": 6, "parameters": most, "parameters_largest": most}
+    size |= {"parameters_smallest": stem + head, "memory_versions": 0}
+    size |= dict.fromkeys(("memory_weights", "memory_optimizer", "memory_gradients"), 4 * most)
+    assert found == {**run, **size, "memory_activations": 4 * 4 * (3 + 4 + 4 + 4 + 2 + 2)}
 
 
 @pytest.mark.parametrize("make", [zoo.digits_conv, zoo.digits_mlp, zoo.nas_bench_macro])
@@ -92,7 +79,6 @@ def test_activations_without_data_are_those_of_a_real_forward(m: int) -> None:
     flat = {name: tensor.to("meta") for name, tensor in batch.items()}
     seen = activations(build_on_meta(zoo.digits_conv), real.largest(), flat, step)
     assert isinstance(seen, int)
-    assert seen > 0
     assert activations(real, real.largest(), batch, step) == seen
     if m == 1:
         half = replace(step, microbatches=2)
@@ -197,13 +183,12 @@ def test_a_mistake_is_told_as_training_would_tell_it() -> None:
     def fails() -> Chain:
         raise LookupError("nothing here")
 
-    with pytest.raises(DataError, match="a batch of 64 is larger than the data"):
-        described(batch_size=64)
-    with pytest.raises(SupernetError, match="returned int, not a weft"):
-        described(lambda: 3)
-    with pytest.raises(LookupError, match="nothing here"):
-        described(fails)
-    with pytest.raises(WeftError, match="spacing 9 is impossible"):
-        described(stream="spaced:9")
-    with pytest.raises(WeftError, match="3 micro-batches"):
-        described(microbatches=3)
+    for begun, error, words in (
+        (lambda: described(batch_size=64), DataError, "a batch of 64 is larger than the data"),
+        (lambda: described(lambda: 3), SupernetError, "returned int, not a weft"),
+        (lambda: described(fails), LookupError, "nothing here"),
+        (lambda: described(stream="spaced:9"), WeftError, "spacing 9 is impossible"),
+        (lambda: described(microbatches=3), WeftError, "3 micro-batches"),
+    ):
+        with pytest.raises(error, match=words):
+            begun()

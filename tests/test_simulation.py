@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import weft
@@ -26,39 +26,40 @@ from weft.trainer.config import TrainConfig
 from weft.zoo import digits_conv
 
 BASE = TrainConfig(steps=60, batch_size=32, stream="iid", optimizer=Optimizer("sgd", lr=0.1))
+FILLED = replace(BASE, stream="spaced", consistency={"shared": "lagged(8)"})
+
+
+def simulated(config: TrainConfig, *stages: int, net: Any = digits_conv, **options: Any) -> dict[str, Any]:
+    return simulate_run(net, digits(), config, stages, costs="equal", **options)
 
 
 def test_advice_names_changes_that_shorten_the_wait() -> None:
-    found = simulate_run(digits_conv, digits(), BASE, [1, 4, 99], costs="equal")
+    found = simulated(BASE, 1, 4, 99)
     one, four, too_many = found["rows"]
     assert one["bubble"] == 0
     assert four["steady_bubble"] > 0.5
     assert "use 1 to 9 stages" in too_many["note"]
     assert all(row["speedup"] > four["speedup"] for row in found["advice"])
-    assert [row["speedup"] for row in found["advice"]] == sorted(
-        (row["speedup"] for row in found["advice"]), reverse=True
-    )
+    speedups = [row["speedup"] for row in found["advice"]]
+    assert speedups == sorted(speedups, reverse=True)
     # No change makes the work of a step another one.
     for row in found["advice"]:
         assert row["time_per_step"] * row["speedup"] == pytest.approx(four["time_per_step"] * four["speedup"])
     # Each change alone is in the list, and all of them together are best.
     assert found["advice"][0]["change"] == "stream = spaced, consistency.shared = lagged(8), microbatches = 4"
     changed = replace(FILLED, microbatches=4)
-    again = simulate_run(digits_conv, digits(), changed, [4], costs="equal")
+    again = simulated(changed, 4)
     assert again["rows"][0]["steady_bubble"] == pytest.approx(found["advice"][0]["steady_bubble"])
 
 
-FILLED = replace(BASE, stream="spaced", consistency={"shared": "lagged(8)"})
-
-
 def test_another_cut_is_advised_where_a_stage_is_slow() -> None:
-    found = simulate_run(digits_conv, digits(), FILLED, [2], costs="equal", slow={0: 0.25})
+    found = simulated(FILLED, 2, slow={0: 0.25})
     assert found["rows"][0]["cut"] == [4]
     cut = next(row for row in found["advice"] if row["change"].startswith("cut"))
     assert cut["cut"] == [2]  # 2 blocks at a quarter of the speed, 7 at full: 24 and 21 a step
     assert cut["change"] == "cut = 2"
     assert cut["time_per_step"] == pytest.approx(24, rel=0.05)
-    even = simulate_run(digits_conv, digits(), FILLED, [2], costs="equal")
+    even = simulated(FILLED, 2)
     assert not [row for row in even["advice"] if row["change"].startswith("cut")]
 
 
@@ -77,20 +78,17 @@ def test_the_advised_cut_is_as_good_as_the_best_of_all(slow: dict[int, float]) -
 
 
 def test_a_wider_window_is_advised_where_a_narrow_one_makes_stages_wait() -> None:
-    found = simulate_run(digits_conv, digits(), FILLED, [3], costs="equal", max_in_flight=1)
+    found = simulated(FILLED, 3, max_in_flight=1)
     wider = next(row for row in found["advice"] if row["change"] == "max_in_flight = 4")
-    again = simulate_run(digits_conv, digits(), FILLED, [3], costs="equal", max_in_flight=4)
+    again = simulated(FILLED, 3, max_in_flight=4)
     assert again["rows"][0]["speedup"] == wider["speedup"] > 1.05 * found["rows"][0]["speedup"]
 
 
 def plain() -> Chain:
     """One network of eight blocks that cost the same: nothing to choose."""
     first = Shared(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 16)), "in")
-    return Chain(first, *[Shared(lambda: nn.Linear(16, 16), f"layer{k}") for k in range(6)], Shared(readout, "out"))
-
-
-def readout() -> nn.Module:
-    return nn.Linear(16, 10)
+    layers = [Shared(lambda: nn.Linear(16, 16), f"layer{k}") for k in range(6)]
+    return Chain(first, *layers, Shared(lambda: nn.Linear(16, 10), "out"))
 
 
 STEPS = TrainConfig(steps=40, batch_size=32, microbatches=4)
@@ -98,7 +96,7 @@ STEPS = TrainConfig(steps=40, batch_size=32, microbatches=4)
 
 def test_windows_are_those_that_a_run_would_have() -> None:
     def windows(consistency: str, stages: int) -> tuple[int, int]:
-        row = simulate_run(plain, digits(), replace(STEPS, consistency=consistency), [stages], costs="equal")["rows"][0]
+        row = simulated(replace(STEPS, consistency=consistency), stages, net=plain)["rows"][0]
         return row["max_in_flight"], row["peak_in_flight"]
 
     assert windows("bounded(4, 4)", 4) == (4, 4)  # one copy of the weights, and a place for every stage behind
@@ -107,99 +105,20 @@ def test_windows_are_those_that_a_run_would_have() -> None:
 
 
 def test_a_single_network_that_waits_for_itself_is_advised_not_to() -> None:
-    found = simulate_run(plain, digits(), STEPS, [4], costs="equal")
+    found = simulated(STEPS, 4, net=plain)
     assert found["rows"][0]["steady_bubble"] > 0.3
     row = next(row for row in found["advice"] if row["change"] == "consistency = bounded(4, 4)")
     changed = replace(STEPS, consistency="bounded(4, 4)")
-    again = simulate_run(plain, digits(), changed, [4], costs="equal")["rows"][0]
+    again = simulated(changed, 4, net=plain)["rows"][0]
     assert again == {name: value for name, value in row.items() if name != "change"}
     assert row["speedup"] > 1.5 * found["rows"][0]["speedup"]
     # K is a multiple of the micro-batches of a step, and no smaller than what keeps the drift at one update.
-    eight = simulate_run(plain, digits(), STEPS, [8], costs="equal")["advice"]
+    eight = simulated(STEPS, 8, net=plain)["advice"]
     assert "consistency = bounded(8, 8)" in [row["change"] for row in eight]
-    assert simulate_run(plain, digits(), changed, [4, 2], costs="equal")["advice"] == []
-    supernet = simulate_run(digits_conv, digits(), BASE, [4], costs="equal")["advice"]
+    assert simulated(changed, 4, 2, net=plain)["advice"] == []
+    supernet = simulated(BASE, 4)["advice"]
     assert supernet
     assert not [row for row in supernet if "bounded" in row["change"]]
-
-
-ROOT = Path(__file__).parent.parent
-
-
-def test_every_figure_of_the_documented_tables_is_in_the_result_file() -> None:
-    found = json.loads((ROOT / "benchmarks" / "results" / "schedules.json").read_text())
-    text = (ROOT / "docs" / "explanation" / "schedules.md").read_text()
-
-    def table(title: str) -> list[list[str]]:
-        section = text.split(f"## {title}")[1].split("\n## ")[0]
-        return [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line[:1] == "|"]
-
-    def figure(name: str, column: str, **where: object) -> float:
-        (row,) = [row for row in found[name] if all(row[key] == value for key, value in where.items())]
-        return float(row[column])
-
-    bubbles = table("Exact order")[2:]
-    assert len(bubbles) == 7
-    columns: list[dict[str, object]] = [
-        {"rule": rule, "stream": stream, "microbatches": m}
-        for rule, stream, m in (
-            ("naspipe", "iid", 1),
-            ("weft", "iid", 4),
-            ("naspipe", "spaced", 1),
-            ("weft", "spaced", 1),
-        )
-    ]
-    for space, *cells in bubbles:
-        for cell, column in zip(cells, columns, strict=True):
-            values = [figure("rows", "steady_bubble", space=space, stages=n, **column) for n in (8, 16)]
-            assert cell == " / ".join(f"{value:.3f}" for value in values)
-
-    windows = table("Operations of unequal length")[2:]
-    assert len(windows) == 8
-    for costs, space, stream, m, *cells, naspipe in windows:
-        name = "rows_jitter" if costs == "25 %" else "rows_real"
-        place: dict[str, object] = {"space": space, "stages": 8, "stream": stream}
-        for window, cell in zip(("1S", "2S", "3S", "6S" if m == "1" else "8S"), cells, strict=True):
-            if cell:
-                value = figure(name, "steady_bubble", rule="weft", microbatches=int(m), window=window, **place)
-                assert cell == f"{value:.3f}"
-        free = [figure(name, column, rule="naspipe", **place) for column in ("steady_bubble", "peak_in_flight")]
-        assert naspipe == f"{free[0]:.3f} ({free[1]:.0f})"
-
-    splits = table("Splitting")[2:]
-    assert len(splits) == 4
-    for space, *cells, last in splits:
-        for m, cell in zip((1, 4), cells, strict=True):
-            gains = [
-                figure("rows_split", "gain", space=space, stages=n, stream="iid", microbatches=m, split=0.5)
-                for n in (8, 16)
-            ]
-            assert cell == " / ".join(f"{gain:.2f}" for gain in gains)
-        eight: dict[str, object] = {"space": space, "stages": 8, "stream": "iid", "microbatches": 1}
-        before, after = (figure("rows_split", "steady_bubble", split=split, **eight) for split in (None, 0.5))
-        assert last == f"{before:.3f} to {after:.3f}"
-
-    headline = table("NASPipe's 7.8x")
-    assert len(headline) == 5 + 8
-    for system, *cells in headline[2:5]:
-        for space, cell in zip(("NLP.c1", "NLP.c2", "NLP.c3"), cells, strict=True):
-            place = {"system": system, "space": space, "stages": 4, "fixed": 0.1, "sentences": "as shipped"}
-            ours, theirs = (figure("rows_headline", f"{of}_over_gpipe", **place) for of in ("tokens", "shipped"))
-            assert cell == f"{ours:.2f} ({theirs})"
-    for name, *cells in headline[7:]:
-        system, *more = name.split(", ")
-        stream, m = (more[0], int(more[1][-1])) if more else ("iid", 1)
-        told = iter(cells)
-        for stages in (4, 8):
-            place = {"system": system, "space": "NLP.c1", "stages": stages, "stream": stream, "microbatches": m}
-            for of, sentences, fixed in (
-                ("subnets", "alike", 0.1),
-                ("samples", "alike", 0.0),
-                ("samples", "alike", 0.1),
-                ("tokens", "as shipped", 0.1),
-            ):
-                value = figure("rows_headline", f"{of}_over_gpipe", sentences=sentences, fixed=fixed, **place)
-                assert next(told) == f"{value:.2f}"
 
 
 def test_the_verb_prints_a_table_and_json(tmp_path: Path) -> None:

@@ -264,12 +264,6 @@ def convert(
         raise ConfigError(_explain(str(problem), kind, renamed)) from None
 
 
-def to_dict(config: Config) -> dict[str, Any]:
-    """Plain values, for a run's manifest; ``make_config`` reads them back."""
-    plain: dict[str, Any] = msgspec.to_builtins(config)
-    return plain
-
-
 def values_of(table: Any) -> dict[str, Any]:
     """The entries of a table by name."""
     return msgspec.structs.asdict(table)
@@ -311,19 +305,15 @@ def _value(text: str, names: Sequence[str], root: type) -> Any:
 def _explain(message: str, root: type, renamed: Mapping[str, str]) -> str:
     place = re.search(r" - at `\$\.?(.*?)`$", message)
     path = place[1] if place else ""
-    unknown = re.match(r"Object contains unknown field `(.*?)`", message)
-    if unknown:
-        full = f"{path}.{unknown[1]}" if path else unknown[1]
+    field = re.match(r"Object (contains unknown|missing required) field `(.*?)`", message)
+    if field:
+        full = f"{path}.{field[2]}" if path else field[2]
         if full in renamed:
             return f"the key '{full}' has another name now: '{renamed[full]}'"
-        return f"unknown key '{full}'{_hint(path, unknown[1], root)}"
-    missing = re.match(r"Object missing required field `(.*?)`", message)
-    if missing:
-        full = f"{path}.{missing[1]}" if path else missing[1]
-        example = (
-            ': for example supernet = "digits-conv", or "mynet:build" for your own code' if full == "supernet" else ""
-        )
-        return f"the config lacks '{full}'{example}"
+        if field[1] == "contains unknown":
+            return f"unknown key '{full}'{_hint(path, field[2], root)}"
+        own = ': for example supernet = "digits-conv", or "mynet:build" for your own code'
+        return f"the config lacks '{full}'{own if full == 'supernet' else ''}"
     wrong = re.match(r"Expected `(.*?)`, got `(.*?)`", message)
     if wrong is None:
         return f"'{path}': {message}"

@@ -15,14 +15,8 @@ import pytest
 
 from weft.cli import main
 
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+FLAGS += ["--disable-component-update", "--disable-sync"]
 
 CODE = """
 from functools import partial
@@ -162,16 +156,22 @@ def chromium(require: Callable[[str, bool, str], None]) -> Iterator[Any]:
         browser.close()
 
 
+def new_page(context: Any, address: str, messages: list[str]) -> Any:
+    """A page at an address; what its console says is added to the messages."""
+    page = context.new_page()
+    page.set_default_timeout(10_000)
+    page.on("console", lambda own: messages.append(own.text) if own.type in ("error", "warning") else None)
+    page.on("pageerror", lambda problem: messages.append(str(problem)))
+    page.goto(address)
+    return page
+
+
 @pytest.fixture(scope="module")
 def tab(chromium: Any, site: str) -> Iterator[Any]:
     """A page of the site that tests share, with what its console says."""
     context = chromium.new_context(color_scheme="light", permissions=["clipboard-read", "clipboard-write"])
-    page, messages = context.new_page(), list[str]()
-    page.set_default_timeout(10_000)
-    page.on("console", lambda own: messages.append(own.text) if own.type in ("error", "warning") else None)
-    page.on("pageerror", lambda problem: messages.append(str(problem)))
-    page.goto(site)
-    yield page, messages
+    messages = list[str]()
+    yield new_page(context, site, messages), messages
     context.close()
 
 
@@ -197,16 +197,12 @@ def visit(tab: Any) -> Iterator[Callable[[str], Any]]:
 @pytest.fixture
 def opened(chromium: Any) -> Iterator[Callable[..., Any]]:
     """Opens pages, `opened(address, **of_the_context)`; in the end none may have an error in its console."""
-    contexts, messages = [], []
+    contexts, messages = [], list[str]()
 
     def open_page(address: str, **options: Any) -> Any:
         options = {"viewport": {"width": 1280, "height": 900}, "color_scheme": "light", **options}
         contexts.append(chromium.new_context(**options))
-        page = contexts[-1].new_page()
-        page.set_default_timeout(10_000)
-        page.on("console", lambda own: messages.append(own.text) if own.type in ("error", "warning") else None)
-        page.on("pageerror", lambda problem: messages.append(str(problem)))
-        page.goto(address)
+        page = new_page(contexts[-1], address, messages)
         page.wait_for_selector("main[data-view]")
         return page
 

@@ -57,6 +57,12 @@ def zoom(page: Any, title: str) -> tuple[float, float]:
     return start, end
 
 
+def press(page: Any, title: str, keys: str) -> None:
+    page.locator(f".chart[aria-label^='{title}']").focus()
+    for key in keys:
+        page.keyboard.press(key)
+
+
 def until(page: Any, expression: str) -> None:
     """Wait until it is true in the page; Playwright's own way needs `eval`, which the page's policy forbids."""
     ends = time.monotonic() + 10
@@ -97,7 +103,6 @@ def test_the_theme_that_a_person_chose_stays(opened: Open, site: str) -> None:
 
 
 def write_event(run: Run, kind: str, **more: Any) -> None:
-    """Append an event, at once."""
     with (run.path / "events.jsonl").open("a") as file:
         file.write(json.dumps({"event": kind, "time": time.time(), **more}) + "\n")
 
@@ -171,10 +176,9 @@ def test_a_click_on_the_front_opens_its_architecture_and_escape_closes_it(visit:
         const data = own.getOption().series.find((one) => one.id === "front").data[0];
         return own.convertToPixel({{seriesId: "front"}}, data.value); }})()"""
     )
-    box = place.bounding_box()
-    page.mouse.move(box["x"] + x, box["y"] + y)
+    place.hover(position={"x": x, "y": y})
     member = page.locator(".tip strong").inner_text()
-    page.mouse.click(box["x"] + x, box["y"] + y)
+    place.click(position={"x": x, "y": y})
     panel = page.locator("#panel")
     assert panel.get_attribute("aria-label") == f"Subnet {member}"
     front = json.loads((runs / "net" / "results" / "search" / "front.json").read_text())
@@ -251,9 +255,7 @@ def test_keys_move_through_the_schedule_and_all_charts_of_time_follow(visit: Vis
     page = visit("run/net/pipeline")
     wait_for_charts(page, ["Schedule", "Memory"])
     whole = zoom(page, "Schedule")
-    page.locator(".chart[aria-label^='Schedule']").focus()
-    page.keyboard.press("+")
-    page.keyboard.press("+")
+    press(page, "Schedule", "++")
     near = zoom(page, "Schedule")
     assert near[1] - near[0] == pytest.approx((whole[1] - whole[0]) / 4)
     page.keyboard.press("ArrowRight")
@@ -276,8 +278,7 @@ def test_an_operation_is_described_when_pointed_at(visit: Visit) -> None:
         return [...own.convertToPixel({{seriesId: "real spans"}}, middle), spans[longest[3]]]; }})()"""
     )
     stage, kind, microbatch, step, subnet, *_ = span
-    box = page.locator(".chart[aria-label^='Schedule']").bounding_box()
-    page.mouse.move(box["x"] + x, box["y"] + y)
+    page.locator(".chart[aria-label^='Schedule']").hover(position={"x": x, "y": y})
     page.wait_for_selector(".tip strong")
     tip = page.locator(".tip").inner_text()
     assert tip.startswith(f"{stage}{kind}{microbatch}")
@@ -301,17 +302,8 @@ def test_zooming_in_brings_the_operations_of_a_long_run(
         page = opened(f"{address}#/run/net/pipeline")
         wait_for_charts(page, ["Schedule"])
         assert "Zoom in to see operations" in page.locator(".figure[aria-label=Schedule]").inner_text()
-        page.locator(".chart[aria-label^='Schedule']").focus()
-        for _ in range(4):
-            page.keyboard.press("+")
+        press(page, "Schedule", "++++")
         page.wait_for_selector(".figure[aria-label=Schedule] >> text=backward")
-        static = opened(write_report([run]).resolve().as_uri() + "#/run/net/pipeline")
-        wait_for_charts(static, ["Schedule"])
-        assert "Zoom into the middle" in static.locator(".figure[aria-label=Schedule]").inner_text()
-        static.locator(".chart[aria-label^='Schedule']").focus()
-        for _ in range(4):
-            static.keyboard.press("+")
-        static.wait_for_selector(".figure[aria-label=Schedule] >> text=backward")
         page.locator(".figure[aria-label=Schedule]").get_by_role("button", name="Table").click()
         assert "0F1000" in page.locator("[aria-label='operations in the window'] tbody th").all_inner_texts()
         page.close()
@@ -369,16 +361,13 @@ def test_a_plan_is_drawn_whole_and_no_box_lies_on_another(opened: Open, tmp_path
     """The page that `weft plan --html` writes, of equal layers with a skip, whose names are no HTML."""
     evil = "<img src=x onerror=alert(1)>"
 
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.up, self.down = nn.LayerNorm(512), nn.Linear(512, 2048), nn.Linear(2048, 512)
-
+    class Skip(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.down(self.up(self.norm(x)).relu())
+            return x + super().forward(x)
 
     with torch.device("meta"):
-        net = nn.Sequential(*(Layer() for _ in range(12)), nn.Linear(512, 10))
+        layers = [Skip(nn.LayerNorm(512), nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512)) for _ in range(12)]
+        net = nn.Sequential(*layers, nn.Linear(512, 10))
         captured = capture(net, torch.zeros(64, 512), loss=lambda output, batch: output.square().mean())
     plan = plan_captured(captured, "a100", devices=8, stages=2, microbatches=2, compare=False)
     plan = replace(plan, model=evil, graph=replace(plan.graph, name=evil))
@@ -425,8 +414,7 @@ def test_names_from_runs_are_text_and_never_markup(opened: Open, serving: Servin
     (run / "manifest.json").write_text(json.dumps(manifest))
     front = (run / "results" / "search" / "front.json").read_text()
     (run / "results" / "search" / "front.json").write_text(front.replace('"wide"', json.dumps(evil)))
-    with (run / "events.jsonl").open("a") as file:
-        file.write(json.dumps({"event": "failed", "time": time.time(), "at": 9, "reason": evil}) + "\n")
+    write_event(Run.open(run), "failed", at=9, reason=evil)
     with serving(root) as address:
         page = opened(address)
         assert page.locator("[aria-label=runs] tbody th").inner_text() == evil

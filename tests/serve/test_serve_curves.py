@@ -35,12 +35,8 @@ def test_a_fourth_point_where_three_fit_makes_buckets_of_two_steps() -> None:
     assert curve([(x, 0.0) for x in range(3)], 3).width == 1
     drawn = curve([(0, 2.0), (1, 4.0), (2, 3.0), (4, 9.0)], 3)
     assert drawn.width == 2
-    assert drawn.to_json() == {
-        "x": [0.5, 2, 4],
-        "y": [3.0, 3.0, 9.0],
-        "low": [2.0, 3.0, 9.0],
-        "high": [4.0, 3.0, 9.0],
-    }
+    y, low, high = [3.0, 3.0, 9.0], [2.0, 3.0, 9.0], [4.0, 3.0, 9.0]
+    assert drawn.to_json() == {"x": [0.5, 2, 4], "y": y, "low": low, "high": high}
 
 
 def test_a_loss_that_is_no_number_is_a_gap_and_spoils_no_neighbour() -> None:
@@ -108,13 +104,9 @@ def test_steps_and_validations_become_curves_and_words_do_not(tmp_path: Path) ->
     run.events.close()
     assert curves.present(run.path)
     found = series(run.path)
-    assert list(found) == [
-        ("train", "loss"),
-        ("validation", "accuracy"),
-        ("validation", "accuracy (largest)"),
-        ("progress", "steps per second"),
-        ("progress", "seconds"),
-    ]
+    validations = [("validation", "accuracy"), ("validation", "accuracy (largest)")]
+    progress = [("progress", "steps per second"), ("progress", "seconds")]
+    assert list(found) == [("train", "loss"), *validations, *progress]
     assert found["train", "loss"] == {"name": "loss", "of": "train", "x": [0, 1, 2], "y": [3.0, 2.0, 1.0]}
     assert found["validation", "accuracy (largest)"]["x"] == [2]
     assert curves.document(run.path)["points"] == 3
@@ -134,7 +126,6 @@ def test_ten_thousand_steps_are_downsampled_and_lose_no_extreme(tmp_path: Path) 
     assert (found["points"], found["damaged"]) == (10_000, 0)
     loss = series(tmp_path)["train", "loss"]
     assert 500 <= len(loss["x"]) <= 1000
-    assert len(loss["x"]) == len(loss["y"]) == len(loss["low"]) == len(loss["high"])
     assert (min(loss["low"]), max(loss["high"])) == (-9999, 0)
     assert all(low <= y <= high for low, y, high in zip(loss["low"], loss["y"], loss["high"], strict=True))
     assert set(series(tmp_path)["progress", "steps per second"]["y"]) == {4.0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ Figures = tuple[int, int, int]
 
 def figures(reduced: RunProgress) -> Figures:
     return reduced.points, reduced.done, reduced.damaged
+
+
+def drawn(reduced: RunProgress) -> dict[tuple[str, str], dict[str, Any]]:
+    return {key: curve.to_json() for key, curve in reduced.curves.items()}
 
 
 def step(at: int, **more: Any) -> bytes:
@@ -56,10 +61,7 @@ def test_events_that_weft_would_not_write_change_nothing(file: Path) -> None:
         {},
         {"event": ["step"]},
         {"event": "step"},
-        {"event": "step", "step": "7"},
-        {"event": "step", "step": -1, "loss": 1.0},
-        {"event": "step", "step": 1e9, "loss": 1.0},
-        {"event": "step", "step": 2**60, "loss": 1.0},
+        *({"event": "step", "step": number, "loss": 1.0} for number in ("7", -1, 1e9, 2**60)),
         {"event": "validation", "step": 1, "scores": 3},
         {"event": "validation", "step": None, "scores": {"a": 1}},
         {"event": "pipeline", "utilisation": 3},
@@ -110,8 +112,6 @@ def test_a_file_that_is_cut_off_or_written_anew_begins_again(file: Path) -> None
 
 @given(st.lists(st.one_of(st.integers(0, 30), st.sampled_from([b"{]", b"", b"[]"])), max_size=20), st.data())
 def test_however_the_file_grows_the_end_is_the_same(lines: list[int | bytes], data: st.DataObject) -> None:
-    import tempfile
-
     whole = b"".join(step(line) if isinstance(line, int) else line + b"\n" for line in lines)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=6)))
     with tempfile.TemporaryDirectory() as folder:
@@ -123,10 +123,7 @@ def test_however_the_file_grows_the_end_is_the_same(lines: list[int | bytes], da
         steps = [line for line in lines if isinstance(line, int)]
         wrong = sum(line in (b"{]", b"[]") for line in lines)
         assert follower.query(figures) == (len(steps), max(steps, default=-1) + 1, wrong)
-        followed = follower.query(lambda reduced: {key: curve.to_json() for key, curve in reduced.curves.items()})
-        assert followed == FollowedFile(file, RunProgress).query(
-            lambda reduced: {key: c.to_json() for key, c in reduced.curves.items()}
-        )
+        assert follower.query(drawn) == FollowedFile(file, RunProgress).query(drawn)
 
 
 def test_a_large_file_is_read_in_little_memory(file: Path) -> None:
@@ -158,17 +155,12 @@ def test_an_event_file_with_countless_names_keeps_a_few(file: Path) -> None:
 
 def test_seconds_are_those_of_training_and_not_between_two_sessions() -> None:
     reduced = RunProgress()
-    for event in (
-        {"event": "started", "time": 1000.0, "at": 0, "steps": 4},
-        {"event": "step", "time": 1001.0, "step": 0, "loss": 3.0},
-        {"event": "step", "time": 1003.0, "step": 1, "loss": 2.0},
-        {"event": "started", "time": 9000.0, "at": 2, "steps": 4},
-        {"event": "step", "time": 9002.0, "step": 2, "loss": 1.0},
-        {"event": "step", "time": 9003.0, "step": 3, "loss": 0.0},
-        {"event": "finished", "time": 9004.0, "steps": 4, "fingerprint": "ab"},
-        {"event": "test", "time": 9999.0, "name": "chosen"},
-    ):
-        reduced.add_event(event)
+    for start, times in ((1000.0, (1001.0, 1003.0)), (9000.0, (9002.0, 9003.0))):
+        reduced.add_event({"event": "started", "time": start, "at": reduced.done, "steps": 4})
+        for time in times:
+            reduced.add_event({"event": "step", "time": time, "step": reduced.done, "loss": 3.0 - reduced.done})
+    reduced.add_event({"event": "finished", "time": 9004.0, "steps": 4, "fingerprint": "ab"})
+    reduced.add_event({"event": "test", "time": 9999.0, "name": "chosen"})
     assert (reduced.seconds, reduced.done, reduced.ended, reduced.fingerprint) == (7.0, 4, "finished", "ab")
     assert reduced.curves["progress", "seconds"].to_json()["y"] == [1.0, 3.0, 5.0, 6.0]
     assert reduced.smooth("loss") == 1.5
@@ -179,9 +171,8 @@ def test_the_time_left_follows_the_newest_steps() -> None:
     reduced.add_event({"event": "started", "time": 0.0, "at": 0, "steps": 1000})
     assert reduced.seconds_left() is None
     for at in range(300):
-        reduced.add_event(
-            {"event": "step", "time": 10.0 * min(at, 100) + 0.5 * max(0, at - 100), "step": at, "loss": 1.0}
-        )
+        time = 10.0 * min(at, 100) + 0.5 * max(0, at - 100)
+        reduced.add_event({"event": "step", "time": time, "step": at, "loss": 1.0})
     assert reduced.seconds_left() == pytest.approx(700 * 0.5)
     assert reduced.smooth("loss") == 1.0
     assert len(reduced.newest["loss"]) == NEWEST

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from weft.runs import Run
+from weft.runs.run import hold
 from weft.serve.library import Library, NotFound
 from weft.serve.overview import LARGE, flatten
 
@@ -82,11 +80,8 @@ def test_the_kinds_of_runs_and_the_reason_of_a_failure_are_known(tmp_path: Path)
     Run.create(tmp_path, "study", manifest={"kind": "study", "study": {"objectives": {"accuracy": "maximize"}}})
     Run.create(tmp_path, "drnas", manifest={"law": {"bilevel": {"order": 1}}})
     Run.create(tmp_path, "plain", manifest={})
-    assert {name: line["kind"] for name, line in listed(tmp_path).items()} == {
-        "study": "tune",
-        "drnas": "gradient",
-        "plain": "train",
-    }
+    kinds = {name: line["kind"] for name, line in listed(tmp_path).items()}
+    assert kinds == {"study": "tune", "drnas": "gradient", "plain": "train"}
     made(tmp_path, "conv", (float("nan"),), "failed", reason="<b>loss</b> is nan")
     line = listed(tmp_path)["conv"]
     assert (line["state"], line["reason"], line["loss"]) == ("failed", "<b>loss</b> is nan", None)
@@ -104,56 +99,26 @@ def test_a_study_has_its_trials_and_its_best_value(tmp_path: Path) -> None:
     assert (line["done"], line["steps"], line["metrics"]) == (3, 3, {"accuracy": 0.75, "loss": 3.0})
 
 
-HOLDER = """
-import fcntl, sys, time
-lock = open(sys.argv[1], "a")
-fcntl.flock(lock, fcntl.LOCK_EX)
-print("held", flush=True)
-time.sleep(60)
-"""
-
-
-def test_a_run_runs_while_its_process_lives_and_is_interrupted_when_that_is_killed(tmp_path: Path) -> None:
-    run = made(tmp_path, "conv", (3.0, 2.0, 1.0), end=None)
-    library = Library.under(tmp_path)
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, run.path / "lock"], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None
-    with holder.stdout:
-        assert holder.stdout.readline() == "held\n"
-        try:
-            line = read(library, "runs", "conv")
-            assert line["state"] == "running"
-            assert line["seconds_left"] >= 0
-        finally:
-            holder.kill()
-            holder.wait()
-    again = read(library, "runs", "conv")
-    assert (again["state"], again["seconds_left"]) == ("interrupted", None)
-    assert again["revision"] != line["revision"]
-
-
 def test_one_damaged_run_does_not_hide_the_others(tmp_path: Path) -> None:
     made(tmp_path, "good")
+    odd = {"format": 1, "config": 3, "law": [], "study": 1, "device": {}, "created": [], "kind": []}
     wrong = {
         "cut": "{",
         "list": "[]",
         "newer": '{"format": 99}',
         "deep": '{"format": 1, "config": ' + '{"a":' * 900 + "1" + "}" * 901,
+        "huge": "{}",
+        "odd": json.dumps(odd),
     }
     for name, text in wrong.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text(text)
     (tmp_path / "none" / "results").mkdir(parents=True)
-    (tmp_path / "huge").mkdir()
-    with open(tmp_path / "huge" / "manifest.json", "wb") as out:
-        out.truncate(1 << 30)
-    (tmp_path / "odd").mkdir()
-    odd = {"format": 1, "config": 3, "law": [], "study": 1, "device": {}, "created": [], "kind": []}
-    (tmp_path / "odd" / "manifest.json").write_text(json.dumps(odd))
+    os.truncate(tmp_path / "huge" / "manifest.json", 1 << 30)
     (tmp_path / "not a run").mkdir()
     (tmp_path / "file").write_text("")
     lines = listed(tmp_path)
-    assert set(lines) == {"good", "odd", "none", "huge", *wrong}
+    assert set(lines) == {"good", "none", *wrong}
     for name in ("cut", "list", "newer", "none", "huge"):
         assert lines[name]["state"] == "damaged"
         assert lines[name]["reason"]
@@ -183,20 +148,13 @@ def test_links_that_lead_out_of_the_runs_are_not_followed(tmp_path: Path) -> Non
     (root / "linked").symlink_to(outside.path)
     (root / "again").symlink_to(inside.path)
     (root / "round").symlink_to(root / "round")
+    expected = {"inside": "finished", "again": "finished"}
     for name in ("events.jsonl", "manifest.json", "results", "traces", "lock"):
         run = made(root, f"with-{name}").path
-        target = outside.path / name if (outside.path / name).exists() else tmp_path
-        if (run / name).exists():
-            (run / name).unlink()
-        (run / name).symlink_to(target)
-    lines = listed(root)
-    assert set(lines) == {
-        "inside",
-        "again",
-        *(f"with-{n}" for n in ("events.jsonl", "manifest.json", "results", "traces", "lock")),
-    }
-    for name, line in lines.items():
-        assert line["state"] == ("damaged" if name.startswith("with-") else "finished")
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(outside.path / name if (outside.path / name).exists() else tmp_path)
+        expected[run.name] = "damaged"
+    assert {name: line["state"] for name, line in listed(root).items()} == expected
     library = Library.under(root)
     with pytest.raises(Exception, match=r"'events\.jsonl' is a link that leads out"):
         library.get(("runs", "with-events.jsonl", "curves"))
@@ -213,13 +171,8 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None
 def test_the_configuration_has_flat_names(tmp_path: Path) -> None:
     made(tmp_path, "conv")
     found = read(Library.under(tmp_path), "runs", "conv")
-    assert found["config"] == {
-        "data": "digits",
-        "train.steps": 4,
-        "train.stages": 2,
-        "train.metrics": ["accuracy"],
-        "limits": {},
-    }
+    train = {"train.steps": 4, "train.stages": 2, "train.metrics": ["accuracy"]}
+    assert found["config"] == {"data": "digits", **train, "limits": {}}
     assert found["manifest"]["law"] == {"seed": 0}
     Run.create(tmp_path, "plain", manifest={"law": {"seed": 3, "stream": {"spacing": 2}}})
     assert read(Library.under(tmp_path), "runs", "plain")["config"] == {"seed": 3, "stream.spacing": 2}
@@ -254,9 +207,6 @@ def test_a_document_is_made_once_until_a_file_changes(tmp_path: Path) -> None:
     assert [new.tag != old.tag for new, old in zip(after, before, strict=True)] == [True, True, True, False]
     assert json.loads(after[1].body)["done"] == 3
     assert json.loads(after[1].body)["revision"] != json.loads(before[1].body)["revision"]
-    with other.locked():  # held by this process: another state, though no event has come
-        handle = os.open(other.path / "lock", os.O_RDONLY)
-        fcntl.flock(handle, fcntl.LOCK_UN)
-        os.close(handle)
+    with hold(other.path / "lock"):  # another state, though no event has come
         states = {line["name"]: line["state"] for line in read(library, "runs")["runs"]}
     assert states == {"conv": "interrupted", "other": "running"}

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations
 from typing import Any
 
 import msgspec
@@ -27,7 +26,7 @@ from weft.plan.saved import op_costs, operators, read_splits
 from weft.plan.sharding import Mesh
 from weft.serve.views import plan_layers as layers
 from weft.serve.views.plan import MOST, TOO_LARGE, plan_document
-from weft.serve.views.plan_graph import WHOLE, columns, layer_costs, split_label, stage_memory
+from weft.serve.views.plan_graph import WHOLE, columns, split_label, stage_memory
 from weft.serve.views.plan_layers import LayerGroup, groups, nodes_of, shown_edges
 
 LAYERS, WIDE = 3, 2048
@@ -123,7 +122,7 @@ def test_every_operator_that_computes_is_in_the_graph(made: Plan) -> None:
 
 def test_equal_layers_are_shown_once_and_others_apart(made: Plan) -> None:
     (folded,) = [group for group in grouped(made) if group.times > 1]
-    assert (folded.title, folded.times) == (f"layers.0-{LAYERS - 1}", LAYERS)
+    assert folded.times == LAYERS
     graph = drawn(made)
     assert [c["title"] for c in graph["columns"] if c["times"] == LAYERS] == [f"layers.0-{LAYERS - 1}"]
     assert all(nodes(graph)[place]["copies"] == LAYERS for place in folded.places)
@@ -145,41 +144,44 @@ def test_the_costs_of_a_node_are_means_of_all_that_it_stands_for(made: Plan) -> 
     assert parameters + max(costs["gathered"]) == pytest.approx(made.cost.parameters)
 
 
-def test_layers_that_alternate_are_folded_in_pairs() -> None:
-    steps = [step(0, "in", None)]
-    for number in range(6):
-        steps.append(step(number + 1, f"layers.{number}", number, target="even" if number % 2 == 0 else "odd"))
-    plan = by_hand(steps)
-    found = grouped(plan)
-    assert [(group.title, group.copies) for group in found] == [
-        ("in", ((0,),)),
-        ("layers.0-4", ((1,), (3,), (5,))),
-        ("layers.1-5", ((2,), (4,), (6,))),
-    ]
-    assert set(shown_edges(nodes_of(rows(plan)), found)[0]) == {(0, 1), (1, 2)}
+def step(place: int, module: str, *reads: int | None, target: str = "aten.add.Tensor") -> Operator:
+    one = Value((8,), 4, (0,))
+    known = tuple(Read(source, 0, one) for source in reads if source is not None)
+    return Operator(f"o{place}", "elementwise", target, (Dim.free("a0", 8),), known, (one,), 1.0, module=module)
 
 
-def test_a_layer_that_is_applied_to_an_earlier_one_is_no_copy_that_feeds_itself() -> None:
-    """Of folded layers the edges from one to the next are left out, and an edge within each is drawn once."""
-    steps = [step(0, "in", None)]
-    for number in range(3):
-        steps += [step(1 + 2 * number, f"l.{number}", 2 * number), step(2 + 2 * number, f"l.{number}", 1 + 2 * number)]
-    plan = by_hand([*steps, step(7, "out", 6)])
-    found = grouped(plan)
-    assert [group.copies for group in found] == [((0,),), ((1, 2), (3, 4), (5, 6)), ((7,),)]
-    assert set(shown_edges(nodes_of(rows(plan)), found)[0]) == {(0, 1), (1, 2), (2, 7)}
+def by_hand(operators: list[Operator], stages: tuple[int, ...] | None = None) -> Plan:
+    cost = PlanCost(1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0)
+    count = len(operators)
+    stage = stages or (0,) * count
+    return Plan(
+        "g", "m", 1, Graph("g", tuple(operators)), Mesh((1,)), ((-1,),) * count, stage, 1, False, cost, math.inf
+    )
 
 
-def test_layers_within_a_tall_layer_are_folded() -> None:
-    steps = [step(0, "in", None)]
-    for number in range(40):
-        steps.append(step(number + 1, f"stages.0.blocks.{number // 4}.part{number % 4}", number))
-    plan = by_hand(steps)
-    found = grouped(plan)
-    assert [(group.title, group.times, len(group.places)) for group in found] == [
-        ("in", 1, 1),
-        ("stages.0.blocks.0-9", 10, 4),
-    ]
+ALTERNATE = [step(n + 1, f"l.{n}", n, target="even" if n % 2 == 0 else "odd") for n in range(6)]
+EARLIER = [step(n + 1, f"l.{n // 2}", n // 2 * 2 + n % 2) for n in range(6)]
+TALL = [step(n + 1, f"stages.0.blocks.{n // 4}.part{n % 4}", n) for n in range(40)]
+FOLDED: dict[str, tuple[list[Operator], list[tuple[str, int, tuple[int, ...]]], set[tuple[int, int]]]] = {
+    "layers that alternate": (ALTERNATE, [("l.0-4", 3, (1,)), ("l.1-5", 3, (2,))], {(0, 1), (1, 2)}),
+    "layers of two": (EARLIER, [("l.0-2", 3, (1, 2))], {(0, 1), (1, 2)}),
+    "layers within a tall layer": (
+        TALL,
+        [("stages.0.blocks.0-9", 10, (1, 2, 3, 4))],
+        {(at, at + 1) for at in range(4)},
+    ),
+}
+"""Operators behind the first, the groups that they are shown as, and the edges that are drawn."""
+
+
+@pytest.mark.parametrize("case", FOLDED)
+def test_layers_that_repeat_are_folded_without_the_edges_from_one_to_the_next(case: str) -> None:
+    steps, expected, edges = FOLDED[case]
+    plan = by_hand([step(0, "in", None), *steps])
+    first, *found = grouped(plan)
+    assert first.copies == ((0,),)
+    assert [(group.title, group.times, group.places) for group in found] == expected
+    assert set(shown_edges(nodes_of(rows(plan)), [first, *found])[0]) == edges
 
 
 def test_views_constants_and_parameters_are_folded_into_their_neighbours() -> None:
@@ -226,12 +228,9 @@ def test_a_counter_that_nothing_reads_is_folded_into_its_module() -> None:
 def test_equal_splits_have_equal_colours_and_others_different_ones(made: Plan) -> None:
     for plan in (made, apart(made)):
         graph, found = drawn(plan), rows(plan)
-        known = nodes(graph)
-        split = [split_label(row, plan.mesh.sizes) for row in found]
-        assert len({split[place] for place in known}) > 1
-        for a, b in combinations(known, 2):
-            assert (known[a]["split"] == known[b]["split"]) == (split[a] == split[b])
-        assert all(graph["splits"][known[place]["split"]]["label"] == split[place] for place in known)
+        labels = {place: split_label(found[place], plan.mesh.sizes) for place in nodes(graph)}
+        assert len({own["label"] for own in graph["splits"]}) == len(graph["splits"]) == len(set(labels.values())) > 1
+        assert all(graph["splits"][node["split"]]["label"] == labels[at] for at, node in nodes(graph).items())
         assert sum(own["count"] for own in graph["splits"]) == len(nodes_of(found).places)
 
 
@@ -287,9 +286,6 @@ def test_a_plan_of_stages_is_drawn_with_the_memory_of_each(captured: CapturedMod
     memory = stage_memory(rows(plan), 4, 2, 4)
     assert list(memory) == ["stage 1: devices 0 to 1", "stage 2: devices 2 to 3"]
     assert max(sum(own.values()) for own in memory.values()) == pytest.approx(plan.cost.memory)
-    costs = layer_costs(rows(plan), 2, plan.cost.compute, plan.cost.communication)
-    total = math.fsum(row["compute"] + row["communication"] for row in costs)
-    assert total == pytest.approx(2 * (plan.cost.compute + plan.cost.communication))
 
 
 @pytest.mark.parametrize(
@@ -308,9 +304,6 @@ def test_the_costs_of_operators_add_up_to_those_of_the_plan(
     own = memory["weights"] + memory["gradients and states"] + memory["gathered at once"]
     assert own == pytest.approx(plan.cost.parameters)
     assert memory["activations"] == pytest.approx(plan.cost.activations)
-    costs = layer_costs(rows(plan), 1, plan.cost.compute, plan.cost.communication)
-    assert math.fsum(row["compute"] for row in costs) == pytest.approx(plan.cost.compute)
-    assert math.fsum(row["communication"] for row in costs) == pytest.approx(plan.cost.communication, abs=1e-15)
 
 
 def test_costs_that_are_not_known_are_left_out(captured: CapturedModel, made: Plan) -> None:
@@ -319,27 +312,11 @@ def test_costs_that_are_not_known_are_left_out(captured: CapturedModel, made: Pl
         assert op_costs(plan) is None
         found = plan_document(plan.to_saved(), "plan")
         assert all(node["costs"] is None for node in nodes(found["graph"]).values())
-        assert found["layers"] == []
         (memory,) = found["memory"]
         assert sum(memory["parts"].values()) == pytest.approx(made.cost.memory)
 
 
 # Graphs of any form.
-
-
-def step(place: int, module: str, *reads: int | None, target: str = "aten.add.Tensor") -> Operator:
-    one = Value((8,), 4, (0,))
-    known = tuple(Read(source, 0, one) for source in reads if source is not None)
-    return Operator(f"o{place}", "elementwise", target, (Dim.free("a0", 8),), known, (one,), 1.0, module=module)
-
-
-def by_hand(operators: list[Operator], stages: tuple[int, ...] | None = None) -> Plan:
-    cost = PlanCost(1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0)
-    count = len(operators)
-    stage = stages or (0,) * count
-    return Plan(
-        "g", "m", 1, Graph("g", tuple(operators)), Mesh((1,)), ((-1,),) * count, stage, 1, False, cost, math.inf
-    )
 
 
 @st.composite

@@ -24,7 +24,6 @@ from weft.utils.files import write_json
 
 MODEL = """
 import torch
-from command_line import Done, weft
 from torch import nn
 
 def build():
@@ -64,29 +63,17 @@ def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
 
 def test_a_saved_plan_is_shown_whole(saved: Path, made: Plan) -> None:
     found = document(saved)
-    facts = {name: found[name] for name in ("name", "model", "machine", "devices", "mesh", "stages", "microbatches")}
-    assert facts == {
-        "name": "net",
-        "model": "Sequential",
-        "machine": "A100",
-        "devices": 4,
-        "mesh": str(made.mesh),
-        "stages": 1,
-        "microbatches": 1,
-    }
-    assert found["seconds"] == {
-        name: pytest.approx(max(getattr(made.cost, name), 0.0)) for name in ("compute", "communication", "bubble")
-    }
+    assert (found["name"], found["mesh"], found["note"]) == ("net", str(made.mesh), None)
+    for name in ("model", "machine", "devices", "stages", "microbatches"):
+        assert found[name] == getattr(made, name)
+    assert all(found["seconds"][part] == pytest.approx(max(getattr(made.cost, part), 0.0)) for part in found["seconds"])
     assert found["gap"] == pytest.approx(made.gap)
-    assert found["note"] is None
     labels = [own["label"] for own in found["graph"]["splits"]]
     assert len(labels) == len(set(labels)) > 0
     (memory,) = found["memory"]
     assert memory["device"] == "devices 0 to 3"
     assert sum(memory["parts"].values()) == pytest.approx(made.cost.memory)
     assert memory["limit"] == made.memory_limit
-    assert sum(row["compute"] for row in found["layers"]) == pytest.approx(made.cost.compute)
-    assert sum(row["communication"] for row in found["layers"]) == pytest.approx(made.cost.communication, abs=1e-12)
     own, *others = found["comparisons"]
     assert (own["name"], own["step"], own["plan_is_faster"]) == ("this plan", made.cost.step_time, None)
     assert [row["name"] for row in others] == [row.name for row in made.comparisons]
@@ -99,7 +86,7 @@ def test_a_saved_plan_is_shown_whole(saved: Path, made: Plan) -> None:
 def test_a_plan_that_was_saved_without_its_operators_has_no_graph(tmp_path: Path, made: Plan) -> None:
     write_json(tmp_path / "bare.json", made.to_json())
     found = document(tmp_path / "bare.json")
-    assert (found["graph"], found["note"], found["layers"]) == (None, NO_OPERATORS, [])
+    assert (found["graph"], found["note"]) == (None, NO_OPERATORS)
     assert sum(found["memory"][0]["parts"].values()) == pytest.approx(made.cost.memory)
 
 
@@ -114,8 +101,9 @@ def test_a_plan_whose_splits_were_edited_is_not_drawn_as_it_was(saved: Path) -> 
 def test_a_machine_that_is_no_preset_is_priced_as_it_was_planned(tmp_path: Path, captured: CapturedModel) -> None:
     plan = plan_captured(captured, replace(machine("a100"), name="here"), devices=4, stages=1)
     plan.save(tmp_path / "own.json")
-    found = document(tmp_path / "own.json")
-    assert sum(row["compute"] for row in found["layers"]) == pytest.approx(plan.cost.compute)
+    columns = document(tmp_path / "own.json")["graph"]["columns"]
+    seconds = [own["copies"] * own["costs"]["compute"] for column in columns for own in column["nodes"]]
+    assert 0 < sum(seconds) <= plan.cost.compute * (1 + 1e-9)
 
 
 FOREIGN: dict[str, Any] = {
@@ -173,9 +161,7 @@ def test_hostile_names_are_given_as_they_are(tmp_path: Path, made: Plan) -> None
 WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no list": lambda plan: plan.update(operators={"a": 1}),
     "no name": lambda plan: plan["operators"][0].pop("name"),
-    "a later source": lambda plan: plan["operators"][0].update(
-        reads=[{"source": 0, "shape": [1], "local": [1], "moved": False}]
-    ),
+    "a later source": lambda plan: plan["operators"][0].update(reads=[{"source": 0, "shape": [1], "local": [1]}]),
     "a split of other axes": lambda plan: plan["operators"][0].update(split=["-"] * 9),
     "an unknown dimension": lambda plan: plan["operators"][0].update(split=["zz"] * len(plan["mesh"])),
     "no such stage": lambda plan: plan["operators"][0].update(stage=5),
@@ -186,7 +172,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_damaged_operators_are_not_drawn_and_the_rest_is_shown(saved: Path, name: str) -> None:
     found = document(edit(saved, WRONG[name]))
-    assert (found["graph"], found["layers"], found["note"]) == (None, [], DAMAGED)
+    assert (found["graph"], found["note"]) == (None, DAMAGED)
     assert found["comparisons"]
 
 

@@ -150,10 +150,7 @@ def test_a_report_does_not_change_what_it_is_about(tmp_path: Path) -> None:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    run = Run.create(tmp_path / "runs", "conv", manifest={})
-    run.events.append("started", at=0, steps=2)
-    run.events.append("step", step=0, loss=1.0)
-    run.events.close()
+    made(tmp_path / "runs", "conv")
     return tmp_path / "runs"
 
 
@@ -197,16 +194,13 @@ def test_a_port_that_is_taken_is_said_with_a_remedy(runs: Path) -> None:
 
 
 def test_mistakes_are_told_in_one_line(runs: Path, tmp_path: Path) -> None:
-    assert "is a run: serve the directory that holds it" in fails("serve", str(runs / "conv"), "--port", "0")
     (tmp_path / "file").write_text("")
-    assert "is not a directory" in fails("serve", str(tmp_path / "file"), "--port", "0")
-    assert "no such address" in fails("serve", str(runs), "--host", "no.such.host.invalid", "--port", "0")
-    assert "this machine has no such address" in fails("serve", str(runs), "--host", "192.0.2.1", "--port", "0")
+    for place, words in ((runs / "conv", "is a run: serve the directory"), (tmp_path / "file", "is not a directory")):
+        assert words in fails("serve", str(place), "--port", "0")
+    for host, words in (("no.such.host.invalid", "no such address"), ("192.0.2.1", "this machine has no such address")):
+        assert words in fails("serve", str(runs), "--host", host, "--port", "0")
     for token in ("", "short", "semi;colon;s", "with a blank"):
         assert "--token needs 8" in fails("serve", str(runs), "--token", token, "--port", "0")
-    assert "not a run" in fails("report", str(tmp_path / "none"))
-    assert CliRunner().invoke(app, ["serve", str(runs), "--port", "70000"]).exit_code == 2
-    assert CliRunner().invoke(app, ["report"]).exit_code == 2
 
 
 def test_without_its_packages_the_server_names_the_extra(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,12 +216,8 @@ def test_a_report_says_where_it_lies(runs: Path, tmp_path: Path) -> None:
     out = tmp_path / "both.html"
     shutil.copytree(runs / "conv", runs / "again", ignore=lambda folder, names: ["report.html"])
     done = CliRunner().invoke(app, ["report", str(runs / "conv"), str(runs / "again"), "-o", str(out), "--json"])
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert found == {
-        "report": str(out),
-        "runs": [str(runs / "conv"), str(runs / "again")],
-        "bytes": out.stat().st_size,
-    }
+    both = [str(runs / "conv"), str(runs / "again")]
+    assert json.loads(done.stdout) == {"report": str(out), "runs": both, "bytes": out.stat().st_size}
 
 
 def test_a_report_needs_none_of_the_servers_packages(runs: Path) -> None:

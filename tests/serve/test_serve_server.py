@@ -82,27 +82,10 @@ def test_what_is_known_is_not_sent_again_until_it_changes(client: httpx.Client, 
     assert (fresh.status_code, fresh.json()["points"]) == (200, 4)
 
 
-ABSENT = [
-    "/api/runs/none",
-    "/api/runs/..",
-    "/api/runs/%2e%2e",
-    "/api/runs/..%2fsecret",
-    "/api/runs/..%2fsecret/curves",
-    "/api/runs/%00/curves",
-    "/api/runs/conv/none",
-    "/api/runs/conv/curves/more",
-    "/api/plans/..%2f..%2fsecret",
-    "/api/plans/none",
-    "/api/none",
-    "/api/",
-    "/none.js",
-    "/../app.py",
-    "/%2e%2e/app.py",
-    "/..%2fapp.py",
-    "//etc/passwd",
-    "/docs",
-    "/openapi.json",
-]
+RUNS = ("none", "..", "%2e%2e", "..%2fsecret", "..%2fsecret/curves", "%00/curves", "conv/none", "conv/curves/more")
+ABSENT = [f"/api/runs/{path}" for path in RUNS]
+ABSENT += ["/api/plans/..%2f..%2fsecret", "/api/plans/none", "/api/none", "/api/", "/none.js", "/../app.py"]
+ABSENT += ["/%2e%2e/app.py", "/..%2fapp.py", "//etc/passwd", "/docs", "/openapi.json"]
 
 
 def test_what_is_not_there_is_one_line_of_json(client: httpx.Client, root: Path) -> None:
@@ -137,9 +120,7 @@ def test_nothing_can_be_changed_and_a_head_is_a_get_without_its_body(client: htt
 
 def test_only_requests_to_a_name_of_this_machine_are_answered(client: httpx.Client) -> None:
     for host in ("evil.example", "127.0.0.1.evil.example", "evil.example:80", "", "10.0.0.1", "[::2]"):
-        answer = client.get("/api/runs", headers={"Host": host})
-        assert answer.status_code == 400
-        assert "conv" not in answer.text
+        assert client.get("/api/runs", headers={"Host": host}).status_code == 400
     for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8765", "[::1]:8765", "weft.localhost"):
         assert client.get("/api/runs", headers={"Host": host}).status_code == 200
 
@@ -147,29 +128,22 @@ def test_only_requests_to_a_name_of_this_machine_are_answered(client: httpx.Clie
 def test_the_browser_may_load_nothing_from_elsewhere(client: httpx.Client) -> None:
     for address in ("/", "/api/runs", "/none", "/api/runs/none"):
         headers = client.get(address).headers
-        assert "default-src 'self'" in headers["content-security-policy"]
-        assert "frame-ancestors 'none'" in headers["content-security-policy"]
-        assert headers["x-content-type-options"] == "nosniff"
-        assert headers["referrer-policy"] == "no-referrer"
+        assert all(
+            rule in headers["content-security-policy"] for rule in ("default-src 'self'", "frame-ancestors 'none'")
+        )
+        assert (headers["x-content-type-options"], headers["referrer-policy"]) == ("nosniff", "no-referrer")
         assert "access-control-allow-origin" not in headers
 
 
 def test_with_a_token_nothing_is_answered_without_it(root: Path, served: Served) -> None:
     with served(root, "a-long-token", "0.0.0.0") as client:
-        wrong: list[dict[str, Any]] = [
-            {},
-            {"params": {"token": "a-long-toke"}},
-            {"params": {"token": ""}},
-            {"params": {"token": "ä"}},
-            {"headers": {"Authorization": "Bearer a-long-tokens"}},
-            {"headers": {"Authorization": "Basic a-long-token"}},
-            {"headers": {"Cookie": "weft-token=a-long-token"}},  # another server's
-            {"headers": {"Cookie": f"weft-token-{client.base_url.port}=wrong"}},
-        ]
+        cookies = ("weft-token=a-long-token", f"weft-token-{client.base_url.port}=wrong")  # the first of another server
+        wrong: list[dict[str, Any]] = [{}, *({"params": {"token": token}} for token in ("a-long-toke", "", "ä"))]
+        wrong += [{"headers": {"Authorization": word}} for word in ("Bearer a-long-tokens", "Basic a-long-token")]
+        wrong += [{"headers": {"Cookie": cookie}} for cookie in cookies]
         for address in ("/", "/style.css", "/api/runs", "/api/stream", "/none"):
             for how in wrong:
                 assert client.get(address, **how).status_code == 401
-        assert not client.cookies
         right = client.get("/api/runs", headers={"Authorization": "Bearer a-long-token"})
         assert right.status_code == 200
         assert not client.cookies
@@ -179,9 +153,7 @@ def test_a_token_in_the_address_is_given_once_and_then_kept_in_a_cookie(root: Pa
     with served(root, "a-long-token", "0.0.0.0") as client:
         first = client.get("/", params={"token": "a-long-token", "a": "b"})
         assert (first.status_code, first.headers["location"]) == (303, "/?a=b")
-        cookie = first.headers["set-cookie"]
-        assert "HttpOnly" in cookie
-        assert "SameSite=Strict" in cookie
+        assert all(word in first.headers["set-cookie"] for word in ("HttpOnly", "SameSite=Strict"))
         assert client.get("/").status_code == 200
         assert client.get("/api/runs").status_code == 200
         client.cookies.clear()

@@ -77,7 +77,6 @@ def test_a_file_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
     before = load_trace(tmp_path)
     assert before is not None
     assert load_trace(tmp_path) is before, "nothing is read again while nothing changed"
-    assert len(before.stages[0].ops) == 6
     shutil.rmtree(tmp_path / "traces")
     assert load_trace(tmp_path) is None
     tracefiles.write(tmp_path, tracefiles.simulated(1, 5))
@@ -108,40 +107,20 @@ def test_what_a_stage_did_before_the_last_start_belongs_to_an_older_one(tmp_path
     assert [len(stage.ops) for stage in found.stages] == [1, 0]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"",
-        b"\n\n",
-        b"\xff\xfe\x00",
-        b"[" * 100_000 + b"\n",
-        b'{"start": 0, "stages": 1000000000, "cut": []}\n',
-        b'{"start": "x", "stages": 2, "cut": [1]}\n',
-        b'{"start": 0, "stages": 0, "cut": []}\n',
-    ],
-)
-def test_a_file_that_is_no_trace_is_none(tmp_path: Path, text: bytes) -> None:
+GOOD = b'{"start":0,"stages":1,"cut":[]}\n["op","F",0,1.0,2.0,1]\n'
+HEADS = (b'"start": 0, "stages": 1000000000', b'"start": "x", "stages": 2', b'"start": 0, "stages": 0')
+ROWS = (b"1e400,1", b"99999999999999999999999,1", b"0,NaN", b"-1,1")
+NO_TRACES = [b"", b"\n\n", b"\xff\xfe\x00", b"[" * 100_000 + b"\n", *(b'{%s, "cut": []}\n' % own for own in HEADS)]
+NO_ROWS = [GOOD + b'["op","F",%s,2,1]\n' % own for own in ROWS]
+
+
+@pytest.mark.parametrize(("text", "ops"), [*((text, 0) for text in NO_TRACES), *((text, 1) for text in NO_ROWS)])
+def test_what_no_stage_writes_is_skipped(tmp_path: Path, text: bytes, ops: int) -> None:
     (tmp_path / "traces").mkdir()
     (tmp_path / "traces" / "stage0.jsonl").write_bytes(text)
-    assert load_trace(tmp_path) is None
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        '["op","F",1e400,1,2,1]',
-        '["op","F",99999999999999999999999,1,2,1]',
-        '["op","F",0,NaN,2,1]',
-        '["op","F",-1,1,2,1]',
-    ],
-)
-def test_numbers_that_no_stage_writes_are_skipped(tmp_path: Path, row: str) -> None:
-    (tmp_path / "traces").mkdir()
-    good = '{"start":0,"stages":1,"cut":[]}\n["op","F",0,1.0,2.0,1]\n'
-    (tmp_path / "traces" / "stage0.jsonl").write_text(f"{good}{row}\n")
     found = load_trace(tmp_path)
-    assert found is not None
-    assert len(found.stages[0].ops) == 1
+    assert (0 if found is None else len(found.stages[0].ops)) == ops
+    assert (found is None) == (ops == 0)
 
 
 def test_traces_of_few_runs_are_kept_and_others_are_read_again(tmp_path: Path) -> None:
@@ -151,8 +130,7 @@ def test_traces_of_few_runs_are_kept_and_others_are_read_again(tmp_path: Path) -
     for number in range(1, 6):
         load_trace(tmp_path / str(number))
     again = load_trace(tmp_path / "0")
-    assert again is not None
-    assert first is not None
+    assert again is not None is not first
     assert again is not first
     assert rows(again.stages[0]) == rows(first.stages[0])
 

@@ -30,7 +30,7 @@ from weft.pipeline.simulator import Simulated, Span, jitter, simulate
 from weft.pipeline.workload import Workload
 from weft.runs import Run
 from weft.supernet.partition import best_cut
-from weft.trace.analysis import bubble, busy, gaps, idle_shares, steady_bubble, summary, worst_waits
+from weft.trace.analysis import bubble, busy, gaps, steady_bubble, summary, worst_waits
 from weft.trace.perfetto import perfetto
 from weft.trace.reader import read_traces
 from weft.trace.recorder import TraceRecorder
@@ -96,16 +96,10 @@ def test_a_wait_has_the_cause_that_took_most_of_it() -> None:
 
 def test_an_operation_whose_input_lay_there_is_named_as_held_back() -> None:
     first = stage(0, [("F", 0, 0, 1), ("F", 1, 1, 2), ("B", 0, 9, 10), ("F", 2, 10, 11)])
-    second = stage(
-        1,
-        [("F", 0, 1, 2), ("B", 0, 2, 5), ("F", 1, 9, 10)],
-        [Message("F", 0, 1), Message("F", 1, 2)],
-    )
+    second = stage(1, [("F", 0, 1, 2), ("B", 0, 2, 5), ("F", 1, 9, 10)], [Message("F", 0, 1), Message("F", 1, 2)])
     waits = {str(wait.op): wait for wait in worst_waits(columns(Trace(0, (first, second))), 10)}
     assert str(waits["0B0"].blocked) == "0F2"  # the first stage makes its own inputs
-    assert waits["1F1"].blocked is None
-    assert waits["1F1"].cause == "version or window"
-    assert waits["1F1"].seconds == 4
+    assert (waits["1F1"].blocked, waits["1F1"].cause, waits["1F1"].seconds) == (None, "version or window", 4)
     assert waits["1F0"].blocked is None
     late = stage(1, [("F", 0, 1, 2), ("B", 0, 6, 7), ("F", 1, 7, 8)], [Message("F", 0, 1), Message("F", 1, 3)])
     waits = {str(wait.op): wait for wait in worst_waits(columns(Trace(0, (first, late))), 10)}
@@ -113,26 +107,21 @@ def test_an_operation_whose_input_lay_there_is_named_as_held_back() -> None:
 
 
 @pytest.mark.parametrize("stages", [1, 2, 8])
-@pytest.mark.parametrize(("consistency", "latency"), [("exact", 0.25), ("lagged(4)", 0.25)])
+@pytest.mark.parametrize("consistency", ["exact", "lagged(4)"])
 def test_a_run_that_goes_as_simulated_has_the_figures_of_the_simulation(
-    stages: int, consistency: str, latency: float, tmp_path: Path
+    stages: int, consistency: str, tmp_path: Path
 ) -> None:
-    result = on(shared(8, 2, 12, consistency), stages, latency=latency)
-    write_trace(traced(result, latency, m=2, since=EPOCH), tmp_path, simulated=result.spans)
+    result = on(shared(8, 2, 12, consistency), stages, latency=0.25)
+    write_trace(traced(result, 0.25, m=2, since=EPOCH), tmp_path, simulated=result.spans)
     found = summary(read_traces(tmp_path))
     assert found["time"] == result.time
     assert tuple(row["busy"] for row in found["stages"]) == result.busy
     assert [row["busy_share"] for row in found["stages"]] == [part / result.time for part in result.busy]
     assert tuple(row["peak_in_flight"] for row in found["stages"]) == result.peak
-    assert (found["bubble"], found["steady_bubble"]) == (result.bubble, result.steady_bubble)
-    assert found["simulated"] == {
-        "steps": 12,
-        "time": result.time,
-        "bubble": result.bubble,
-        "steady_bubble": result.steady_bubble,
-        "real_time": result.time,
-        "error": 0.0,
-    }
+    bubbles = {"bubble": result.bubble, "steady_bubble": result.steady_bubble}
+    assert {name: found[name] for name in bubbles} == bubbles
+    times = {"time": result.time, "real_time": result.time, "error": 0.0}
+    assert found["simulated"] == {"steps": 12, **times, **bubbles}
 
 
 @settings(max_examples=20)
@@ -183,30 +172,11 @@ def test_busy_and_idle_time_of_every_stage_add_up_to_the_time_of_the_trace(
     cells = range(int(trace.begin), int(trace.end))
     for number, (one, row) in enumerate(zip(stages, found["stages"], strict=True)):
         worked = [any(start <= cell < end for start, end in one.intervals()) for cell in cells]
-        assert row["busy"] == sum(worked)
-        assert row["idle"] == len(cells) - sum(worked)
-        assert row["busy"] + row["idle"] == found["time"]
+        assert (row["busy"], row["idle"]) == (sum(worked), len(cells) - sum(worked))
         work, idle = busy(trace.stages[number]), gaps(trace, number)
         shown = {cell for start, end in zip(*work, strict=True) for cell in range(int(start), int(end))}
         waited = [cell for start, end in zip(*idle[:2], strict=True) for cell in range(int(start), int(end))]
         assert sorted([*shown, *waited]) == list(cells)
-
-
-@pytest.mark.parametrize("every", [1, 3, 50])
-def test_idle_shares_of_windows_add_up_to_the_idle_time(every: int) -> None:
-    drawn = traced(on(shared(4, 1, 9), 3))
-    trace = columns(drawn)
-    for one, row in zip(drawn.stages, summary(trace)["stages"], strict=True):
-        shares = idle_shares(trace, one.stage, every)
-        assert len(shares) == -(-len(one.spans) // every)
-        ends = [*(at for at, _ in shares[1:]), trace.end]
-        assert shares[0][0] == trace.begin
-        assert all(0 <= share <= 1 for _, share in shares)
-        for (at, share), end in zip(shares, ends, strict=True):
-            worked = sum(max(0.0, min(end, span.end) - max(at, span.start)) for span in one.spans)
-            assert share == pytest.approx(1 - worked / (end - at))
-        total = sum(share * (end - at) for (at, share), end in zip(shares, ends, strict=True))
-        assert total == pytest.approx(row["idle"])
 
 
 def test_what_a_tracer_writes_is_read_back_to_the_last_bit(tmp_path: Path) -> None:
@@ -214,12 +184,6 @@ def test_what_a_tracer_writes_is_read_back_to_the_last_bit(tmp_path: Path) -> No
     trace = traced(result, 0.125, m=2, since=EPOCH, updates=0.0)
     write_trace(trace, tmp_path, restart=3, simulated=result.spans)
     assert same(read_traces(tmp_path), Trace(3, trace.stages, (), 2, result.spans))
-    heads = [json.loads((tmp_path / "traces" / f"stage{s}.jsonl").read_text().splitlines()[0]) for s in range(3)]
-    assert [("simulated" in head, head["stage"], head["stages"]) for head in heads] == [
-        (True, 0, 3),
-        (False, 1, 3),
-        (False, 2, 3),
-    ]
 
 
 def test_nothing_is_written_before_a_flush_and_nothing_twice(tmp_path: Path) -> None:
@@ -271,36 +235,31 @@ def test_perfetto_shows_every_operation_as_it_prints() -> None:
     result = on(shared(4, 2, 4, "lagged(2)"), 3, latency=0.5)
     trace = traced(result, 0.5, m=2, since=EPOCH, updates=0.0)
     shown = [event for event in of(trace, "X") if event["cat"] != "update"]
-    for event in shown:
-        assert event["cat"] == {"F": "forward", "B": "backward"}[event["name"][1]]
-    found = {
-        (event["name"], event["pid"], event["ts"], event["dur"], event["args"]["micro-batch"], event["args"]["step"])
-        for event in shown
-    }
+    found = {event["name"]: event for event in shown}
     assert len(shown) == len(found)
-    assert found == {
-        (
-            str(span.op),
-            span.op.stage + 1,
-            round(span.start * 1e6),
-            round((span.end - span.start) * 1e6),
-            span.op.microbatch,
-            span.op.microbatch // 2,
-        )
-        for span in result.spans
-    }
-    changed = [event for event in of(trace, "X") if event["cat"] == "update"]
-    assert [event["args"] for event in changed if event["pid"] == 1] == [
-        {"layers": 2, "version": n} for n in range(1, 9)
-    ]
+    assert found.keys() == {str(span.op) for span in result.spans}
+    for span in result.spans:
+        event, n = found[str(span.op)], span.op.microbatch
+        times = round(span.start * 1e6), round((span.end - span.start) * 1e6)
+        assert (event["pid"], event["ts"], event["dur"]) == (span.op.stage + 1, *times)
+        assert (event["args"]["micro-batch"], event["args"]["step"]) == (n, n // 2)
+        assert event["cat"] == {"F": "forward", "B": "backward"}[span.op.kind]
+    changed = [event["args"] for event in of(trace, "X") if event["cat"] == "update" and event["pid"] == 1]
+    assert changed == [{"layers": 2, "version": n} for n in range(1, 9)]
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[Simulated, float]:
+    """A run on some stages, and how long a message takes."""
+    latency, vary = draw(st.sampled_from([0.0, 0.3])), jitter(draw(st.integers(0, 5)), 0.5)
+    work = shared(4, 2, draw(st.integers(1, 6)), "lagged(2)")
+    return on(work, draw(st.integers(1, 4)), latency=latency, duration=vary), latency
 
 
 @settings(max_examples=20)
-@given(st.integers(1, 4), st.integers(1, 6), st.sampled_from([0.0, 0.3]), st.integers(0, 5), st.booleans())
-def test_perfetto_events_keep_the_rules_of_the_format(
-    stages: int, steps: int, latency: float, seed: int, beside: bool
-) -> None:
-    result = on(shared(4, 2, steps, "lagged(2)"), stages, latency=latency, duration=jitter(seed, 0.5))
+@given(runs(), st.booleans())
+def test_perfetto_events_keep_the_rules_of_the_format(run: tuple[Simulated, float], beside: bool) -> None:
+    (result, latency), stages = run, run[0].stages
     trace = traced(result, latency, m=2, since=EPOCH, updates=0.0)
     drawn = perfetto(columns(replace(trace, simulated=result.spans if beside else ())))
     assert json.loads(json.dumps(drawn, allow_nan=False)) == drawn
@@ -335,11 +294,11 @@ def test_perfetto_events_keep_the_rules_of_the_format(
 
 
 @settings(max_examples=20)
-@given(st.integers(1, 4), st.integers(1, 6), st.sampled_from([0.0, 0.3]), st.integers(0, 5))
+@given(runs())
 def test_an_arrow_leads_from_the_operation_that_sent_a_message_to_the_one_that_took_it(
-    stages: int, steps: int, latency: float, seed: int
+    run: tuple[Simulated, float],
 ) -> None:
-    result = on(shared(4, 2, steps, "lagged(2)"), stages, latency=latency, duration=jitter(seed, 0.5))
+    (result, latency), stages = run, run[0].stages
     events = perfetto(columns(traced(result, latency)))["traceEvents"]
     arrows: dict[int, list[str]] = {}
     last: dict[int, dict[str, Any]] = {}
@@ -363,29 +322,18 @@ def test_an_arrow_leads_from_the_operation_that_sent_a_message_to_the_one_that_t
 def test_an_arrow_of_a_message_that_left_before_its_operation_was_over_never_leads_back_in_time() -> None:
     first = StageTrace(0, (Span(Op(0, "F", 0), 0, 4),), (1,), (Message("F", 0, 1.0, 8),))
     second = stage(1, [("F", 0, 2, 3)], [Message("F", 0, 1.5)])
-    assert [(event["ph"], event["ts"]) for event in of(Trace(0, (first, second)), "s", "f")] == [
-        ("s", 2_000_000),
-        ("f", 2_000_000),
-    ]
+    drawn = [(event["ph"], event["ts"]) for event in of(Trace(0, (first, second)), "s", "f")]
+    assert drawn == [("s", 2_000_000), ("f", 2_000_000)]
 
 
-def test_counters_follow_what_is_in_flight_the_version_and_the_idle_share() -> None:
+def test_counters_follow_what_is_in_flight_and_the_version() -> None:
     trace = traced(TWO, 0.5, updates=0.0)
-    counters = [(event["pid"], event["name"], event["ts"], event["args"]) for event in of(trace, "C")]
-    assert [(ts, args["micro-batches"]) for pid, name, ts, args in counters if (pid, name) == (1, "in flight")] == [
-        (0, 1),
-        (1_000_000, 2),
-        (5_000_000, 2),
-        (8_000_000, 1),
-    ]
-    assert [(ts, args["version"]) for pid, name, ts, args in counters if (pid, name) == (1, "weights")] == [
-        (7_000_000, 1),
-        (10_000_000, 2),
-    ]
-    assert [(pid, ts, args["share"]) for pid, name, ts, args in counters if name == "idle"] == [
-        (1, 0, 0.4),
-        (2, 0, 0.4),
-    ]
+    counters: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for event in of(trace, "C"):
+        (value,) = event["args"].values()
+        counters.setdefault((event["pid"], event["name"]), []).append((event["ts"] / 1e6, value))
+    assert counters[1, "in flight"] == [(0, 1), (1, 2), (5, 2), (8, 1)]
+    assert counters[1, "weights"] == [(7, 1), (10, 2)]
 
 
 # A stage whose weights change while two micro-batches are under way. A letter is one second, the number below it the
@@ -422,7 +370,7 @@ def test_versions_are_read_back_and_their_lag_is_counted_and_drawn(tmp_path: Pat
     assert counters == [(2_000_000, 0), (5_000_000, 1), (7_000_000, 1)]
     plain = traced(TWO, 0.5)
     assert [row["version_lag"] for row in summary(columns(plain))["stages"]] == [{}, {}]
-    assert {event["name"] for event in of(plain, "C")} == {"in flight", "idle"}
+    assert {event["name"] for event in of(plain, "C")} == {"in flight"}
 
 
 def test_a_run_on_two_processes_is_traced_with_its_versions_and_all_its_updates(tmp_path: Path) -> None:
@@ -462,20 +410,11 @@ def test_a_run_on_two_processes_is_traced_with_its_versions_and_all_its_updates(
         assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(work))
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return Run.create(tmp_path, "r", manifest={}).path
-
-
-def write_run(run: Path) -> None:
+def test_weft_trace_prints_shares_bubbles_and_the_worst_waits(tmp_path: Path) -> None:
     """Three steps on two stages, one after the other: 0F 1F 1B 0B, with messages of a quarter of a second."""
-    work = shared(2, 1, 3)
+    run, work = Run.create(tmp_path, "r", manifest={}).path, shared(2, 1, 3)
     trace = traced(on(work, 2, latency=0.25), 0.25, since=EPOCH)
     write_trace(replace(trace, cut=(1,)), run, simulated=on(work, 2).spans)
-
-
-def test_weft_trace_prints_shares_bubbles_and_the_worst_waits(run: Path, tmp_path: Path) -> None:
-    write_run(run)
     done = weft("trace", run)
     assert (done.code, done.err) == (0, "")
     assert "\x1b" not in done.out

@@ -81,9 +81,7 @@ def traced(
     return Trace(0, tuple(stages), (), m)
 
 
-def write_trace(
-    trace: Trace, folder: Path, restart: int = 0, simulated: Sequence[Span] | None = None, flush_every: int = 7
-) -> None:
+def write_trace(trace: Trace, folder: Path, restart: int = 0, simulated: Sequence[Span] | None = None) -> None:
     """Has a recorder for every stage write the trace."""
     for stage in trace.stages:
         tracer = TraceRecorder(folder / "traces" / f"stage{stage.stage}.jsonl", stage.stage)
@@ -93,7 +91,7 @@ def write_trace(
         for index, (span, in_flight, seen) in enumerate(zip(stage.spans, stage.in_flight, versions, strict=True)):
             known = () if seen is None else [version for version in seen if version is not None]
             tracer.op(span.op, span.start, span.end, in_flight, known)
-            if index % flush_every == 0:
+            if index % 7 == 0:
                 tracer.flush()
         for message in stage.sent:
             tracer.sent(*message)

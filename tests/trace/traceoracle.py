@@ -11,12 +11,10 @@ import weft.trace.reader as columnar
 from weft.pipeline.scheduler import Kind, Op
 from weft.pipeline.simulator import Span
 from weft.supernet.partition import Cut
-from weft.trace.analysis import Cause, Wait
+from weft.trace.analysis import CAUSES, Wait
 
 
-class Message(NamedTuple):
-    """What an operation made, as seen by the stage that sent or received it; ``bytes`` only the sender knows."""
-
+class Message(NamedTuple):  # ``bytes`` only the sender knows
     kind: Kind
     microbatch: int
     time: float
@@ -24,8 +22,6 @@ class Message(NamedTuple):
 
 
 class Update(NamedTuple):
-    """New weights of some layers of a stage; ``version`` counts the updates of the stage."""
-
     layers: int
     version: int
     start: float
@@ -33,9 +29,6 @@ class Update(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """From this time on a layer is ``arriving``, ``resident`` or ``leaving``; and what all are on the device, in
-    bytes."""
-
     layer: str
     state: str
     time: float
@@ -45,17 +38,9 @@ class Memory(NamedTuple):
     pinned: int
 
 
-class Versions(NamedTuple):
-    """The version of the weights that a forward sees, and that its backward does: of the layer of a stage where these
-    are farthest apart. A forward knows of the first alone."""
-
+class Versions(NamedTuple):  # of the weights; a forward knows of the first alone
     forward: int
     backward: int | None = None
-
-    @property
-    def lag(self) -> int | None:
-        """By how many updates the backward is ahead of its forward."""
-        return None if self.backward is None else self.backward - self.forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,41 +49,33 @@ class StageTrace:
 
     stage: int
     spans: tuple[Span, ...] = ()
-    in_flight: tuple[int, ...] = ()
-    """For every span, the micro-batches in flight while it ran."""
+    in_flight: tuple[int, ...] = ()  # for every span
     sent: tuple[Message, ...] = ()
     received: tuple[Message, ...] = ()
     updates: tuple[Update, ...] = ()
-    versions: tuple[Versions | None, ...] = ()
-    """For every span; none at all where every backward sees what its forward saw."""
+    versions: tuple[Versions | None, ...] = ()  # for every span, or none at all
     memory: tuple[Memory, ...] = ()
-    """Where layers live on the host: how they come and go."""
 
     def intervals(self) -> list[tuple[float, float]]:
-        """The times of all operations and updates."""
         return [(span.start, span.end) for span in self.spans] + [(update.start, update.end) for update in self.updates]
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What all stages did from one start of the run on. Times are in seconds of one clock."""
+    """What all stages did from one start of the run on; the simulation begins at time 0."""
 
     start: int
     stages: tuple[StageTrace, ...]
     cut: Cut = ()
     microbatches: int = 1
-    """Micro-batches of a step."""
     simulated: tuple[Span, ...] = field(default=(), repr=False)
-    """The same operations as the simulator expected them, from time 0 on."""
 
     @property
     def begin(self) -> float:
-        """When the first stage began to work."""
         return min((start for stage in self.stages for start, _ in stage.intervals()), default=0.0)
 
     @property
     def end(self) -> float:
-        """When the last stage ceased to work."""
         return max((end for stage in self.stages for _, end in stage.intervals()), default=0.0)
 
 
@@ -146,11 +123,7 @@ def _numbers(seen: list[Any]) -> bool:
 
 
 def _stage(stage: int, rows: list[Any]) -> StageTrace:
-    ops: list[tuple[Span, int, Versions | None]] = []
-    sent: list[Message] = []
-    received: list[Message] = []
-    updates: list[Update] = []
-    memory: list[Memory] = []
+    ops, sent, received, updates, memory = list[tuple[Span, int, Versions | None]](), [], [], [], []
     for row in rows:
         match row:
             case ["op", "F" | "B" as kind, int(n), begin, end, int(in_flight), *seen] if _numbers(seen):
@@ -207,6 +180,9 @@ def same(found: columnar.Trace | None, expected: Trace) -> bool:
     return True
 
 
+OPS = ("kind", "microbatch", "start", "end", "in_flight", "forward", "backward")
+
+
 def rows(stage: columnar.StageTrace) -> dict[str, list[Any]]:
     """All that the columns of a stage hold, row by row."""
     ops, memory = stage.ops, stage.memory
@@ -216,15 +192,7 @@ def rows(stage: columnar.StageTrace) -> dict[str, list[Any]]:
 
     shares = ("resident", "arriving", "leaving", "pinned")
     return {
-        "ops": [
-            (chr(kind), *more)
-            for kind, *more in zip(
-                *(own.tolist() for own in (ops.kind, ops.microbatch, ops.start, ops.end, ops.in_flight)),
-                ops.forward.tolist(),
-                ops.backward.tolist(),
-                strict=True,
-            )
-        ],
+        "ops": [(chr(kind), *more) for kind, *more in zip(*(getattr(ops, name).tolist() for name in OPS), strict=True)],
         "updates": table(stage.updates, "layers", "version", "start", "end"),
         "received": [(chr(kind), *more) for kind, *more in table(stage.received, "kind", "microbatch", "time")],
         "sent": [(chr(kind), *more) for kind, *more in table(stage.sent, "kind", "microbatch", "bytes")],
@@ -271,7 +239,6 @@ def gaps(stage: StageTrace, begin: float, end: float) -> list[Gap]:
 
 
 def worst_waits(trace: Trace, count: int) -> list[Wait]:
-    """The longest waits of a stage before an operation, over all stages, longest first."""
     begin, end = trace.begin, trace.end
     found = [gap for stage in trace.stages for gap in gaps(stage, begin, end) if gap.op is not None]
     found.sort(key=lambda gap: (gap.start - gap.end, gap.start, gap.op))
@@ -304,12 +271,8 @@ class _Arrivals:
 
     def explain(self, op: Op, gap: Gap) -> Wait:
         made, arrived = (min(max(at, gap.start), gap.end) for at in self.times(op, gap.end))
-        parts: dict[Cause, float] = {
-            "op": made - gap.start,
-            "message": arrived - made,
-            "version or window": gap.end - arrived,
-        }
-        cause = max(parts, key=lambda part: parts[part])
+        parts = (made - gap.start, arrived - made, gap.end - arrived)
+        cause = CAUSES[parts.index(max(parts))]
         later = (span.op for span in self.stages[op.stage].spans if span.start >= gap.end and span.op != op)
         blocked = next((other for other in later if self.times(other, gap.end)[1] <= gap.start), None)
         return Wait(op, gap.start, gap.end - gap.start, cause, self.source(op), blocked)

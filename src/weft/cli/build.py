@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
 from weft import zoo
-from weft.config import Config, DataSource, NamedSource, to_dict, values_of
+from weft.config import Config, DataSource, NamedSource, values_of
 from weft.data import Data, as_data, open_data
 from weft.engine.bilevel import Bilevel
 from weft.engine.losses import accuracy, cross_entropy, mean_squared_error
@@ -100,7 +100,7 @@ def _run(config: Config, folder: Path) -> RunConfig:
     run["metrics"] = {spec.rpartition(":")[2]: _function("run.metrics", spec, folder) for spec in metrics}
     if isinstance(run["validation"], Struct):
         run["validation"] = Validation(**values_of(run["validation"]))
-    return RunConfig(**run, source={**to_dict(config), "folder": str(folder.resolve())})
+    return RunConfig(**run, source={**to_builtins(config), "folder": str(folder.resolve())})
 
 
 def gradient_search(config: Config) -> GradientSearchConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
@@ -140,34 +141,28 @@ def _changes(
 ) -> list[tuple[str, Workload]]:
     """Other ways to run the same supernet: finer micro-batches, another stream, shared layers that lag; and all at
     once. A single network may also do without waiting for itself, as a pipeline of as many stages would train it."""
-    changes: list[tuple[str, TrainStep]] = []
-    everything = config
+    changes: dict[str, dict[str, Any]] = {}
     if config.stream.name != "spaced":
-        try:
-            spaced = make_stream(chain.space, "spaced", config.seed)
-            changes.append(("stream = spaced", replace(config, stream=spaced)))
-            everything = replace(everything, stream=spaced)
-        except WeftError:  # a space that cannot be spaced, with constraints for example
-            pass
+        with suppress(WeftError):  # a space that cannot be spaced, with constraints for example
+            changes["stream = spaced"] = {"stream": make_stream(chain.space, "spaced", config.seed)}
     lag = Lagged(-(-2 * count // config.microbatches))
     consistency: dict[str, Consistency] = {
         name: lag if layer.shared else config.consistency[name] for name, layer in chain.layers.items()
     }
     if consistency != dict(config.consistency):
-        changes.append((f"consistency.shared = {lag}", replace(config, consistency=consistency)))
-        everything = replace(everything, consistency=consistency)
-    found = [(change, work_of(other)) for change, other in changes]
+        changes[f"consistency.shared = {lag}"] = {"consistency": consistency}
+    found = [(change, work_of(replace(config, **fields))) for change, fields in changes.items()]
     if not chain.space.choices and set(config.consistency.values()) == {Exact()} and count > 1:
         one = Bounded(config.microbatches * -(-(count - 1) // config.microbatches), count)
         found.append((f"consistency = {one}", work_of(replace(config, consistency=dict.fromkeys(chain.layers, one)))))
     whole = config.stream.microbatches is None
     factors = [k for k in (2, 4) if whole and config.batch_size % (config.microbatches * k) == 0]
-    for k in factors:
-        found.append((f"microbatches = {config.microbatches * k}", work_of(config, k)))
-    if changes and factors:
-        finest = work_of(everything, factors[-1])
-        together = [change for change, _ in changes] + [f"microbatches = {config.microbatches * factors[-1]}"]
-        found.append((", ".join(together), finest))
+    finer = {k: f"microbatches = {config.microbatches * k}" for k in factors}
+    found += [(change, work_of(config, k)) for k, change in finer.items()]
+    if changes and finer:
+        everything = {name: value for fields in changes.values() for name, value in fields.items()}
+        finest = work_of(replace(config, **everything), factors[-1])
+        found.append((", ".join([*changes, finer[factors[-1]]]), finest))
     return found
 
 

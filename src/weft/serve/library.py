@@ -75,9 +75,6 @@ def safe(value: Any) -> Any:
     return safe(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
-MANY = 20
-"""With more runs than this, an error suggests no other name."""
-
 Address = tuple[str, ...]
 """The parts of a path after `/api`: ("runs",), ("runs", "conv"), ("runs", "conv", "curves") or ("plans", "gpt")."""
 
@@ -182,7 +179,7 @@ class Library:
 
 def _named(name: str, kind: str, there: Mapping[str, Path]) -> Path:
     if name not in there:  # a name is looked up and never becomes a path
-        raise NotFound(f"there is no {kind} '{name}' here{nearest(name, there) if len(there) < MANY else ''}")
+        raise NotFound(f"there is no {kind} '{name}' here{nearest(name, there)}")
     return there[name]
 
 

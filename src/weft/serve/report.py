@@ -27,9 +27,6 @@ def page_files() -> dict[str, Path]:
     return {path.relative_to(PAGE).as_posix(): path for path in sorted(PAGE.rglob("*")) if path.is_file()}
 
 
-HALVES = 20
-"""The most times that a window is halved until its operations fit into a report."""
-
 SCRIPT = re.compile(r'<script src="([^"]+)"></script>')
 STYLE = re.compile(r'<link rel="stylesheet" href="([^"]+)">')
 
@@ -75,26 +72,11 @@ def documents(library: Library) -> dict[str, Any]:
             raise RunError(f"no report about run '{name}': {line['reason']}")
         addresses = [("runs", name), *(("runs", name, view) for view in line["views"] if view in VIEWS)]
         found.update({url(address): _read(library, address) for address in addresses})
-        found.update(_window_document(library, name, found.get(url(("runs", name, "pipeline")))))
         search = url(("runs", name, "search"))
         for other in found.get(search, {}).get("searches", ()):
             query = url((other,)).removeprefix("/api/")
             found[f"{search}?name={query}"] = _read(library, ("runs", name, "search"), {"name": other})
     return found
-
-
-def _window_document(library: Library, name: str, whole: dict[str, Any] | None) -> dict[str, Any]:
-    """For a run with too many operations, the document of a window in the middle, which the page shows when zoomed."""
-    if not whole or not whole["real"]["buckets"]:
-        return {}
-    (begin, end), address = whole["total"], ("runs", name, "pipeline")
-    for halves in range(1, HALVES):
-        room = (end - begin) / 2 ** (halves + 1)
-        window = {"from": str((begin + end) / 2 - room), "to": str((begin + end) / 2 + room)}
-        near = _read(library, address, window)
-        if near["real"]["buckets"] is None:
-            return {f"{url(address)}?from={window['from']}&to={window['to']}": near}
-    return {}
 
 
 def html(values: dict[str, Any], page: Path = PAGE) -> str:

@@ -67,14 +67,6 @@ def busy_shares(work: Busy, edges: Numbers) -> Numbers:
     return shares
 
 
-def idle_shares(trace: Trace, stage: int, every: int = 50) -> list[tuple[float, float]]:
-    """The idle shares of a stage, each over ``every`` operations, with the times at which they begin."""
-    own = trace.stages[stage]
-    edges = np.concatenate([[trace.begin], own.ops.end[every - 1 : -1 : every], [trace.end]])
-    idle = 1.0 - busy_shares(busy(own), edges)
-    return [(at, share) for at, to, share in zip(edges[:-1], edges[1:], idle.tolist(), strict=True) if to > at]
-
-
 def bubble(trace: Trace) -> float:
     """The share of all stages' time that is idle, filling and draining included."""
     return _idle_share(trace, trace.begin, trace.end)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from weft.pipeline.scheduler import Op
-from weft.trace.analysis import idle_shares
 from weft.trace.reader import STATES, StageTrace, Trace
 
 Event = dict[str, Any]
@@ -85,8 +84,6 @@ def _counters(trace: Trace, number: int) -> Iterator[Event]:
         yield _counter(number, at, "in flight", "micro-batches", in_flight)
     for place in np.flatnonzero(ops.backward >= 0).tolist():
         yield _counter(number, starts[place], "version lag", "updates", int(ops.backward[place] - ops.forward[place]))
-    for since, share in idle_shares(trace, number):
-        yield _counter(number, _microseconds(since - trace.begin), "idle", "share", round(share, 6))
 
 
 def _memory(stage: StageTrace, number: int, begin: float, end: float) -> Iterator[Event]:

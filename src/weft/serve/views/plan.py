@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from weft.errors import PlanError, WeftError
 from weft.plan.saved import SavedCost, read_plan
 from weft.serve.fields import finite
-from weft.serve.views.plan_graph import graph, layer_costs, stage_memory
+from weft.serve.views.plan_graph import graph, stage_memory
 from weft.serve.views.plan_layers import PlanOperator, nodes_of
 
 LARGEST = 32 << 20
@@ -102,7 +102,6 @@ def plan_document(raw: dict[str, Any], name: str) -> dict[str, Any]:
             {"device": device, "parts": {part: finite(value) for part, value in parts.items()}, "limit": limit}
             for device, parts in memory.items()
         ],
-        "layers": layer_costs(operators, saved.stages, cost.compute, cost.communication),
         "comparisons": _compared(saved, limit),
     }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,9 +18,6 @@ SMALL, SHORT, TALL = 4, 16, 40
 """A layer of fewer than ``SMALL`` nodes shares a column with its neighbours, up to ``SHORT`` nodes; one of more than
 ``TALL`` has several columns."""
 
-LITTLE = 0.005
-"""Layers that take a smaller part of a step are added up."""
-
 
 def graph(operators: Sequence[PlanOperator], mesh: Sequence[int], devices: int, stages: int) -> dict[str, Any] | None:
     """Columns of nodes, edges, and the legend of the colours; None where there is no node."""
@@ -30,8 +26,8 @@ def graph(operators: Sequence[PlanOperator], mesh: Sequence[int], devices: int, 
         return None
     found = groups(operators, nodes)
     labels = [split_label(operator, mesh) for operator in operators]
-    order = _order(operators, nodes, labels)
-    folded, number = nodes.folded(), {label: at for at, label in enumerate(order)}
+    legend = _legend(operators, nodes, labels)
+    folded, number = nodes.folded(), {label: at for at, label in enumerate(legend)}
     shown = {
         place: {
             "id": place,
@@ -54,7 +50,7 @@ def graph(operators: Sequence[PlanOperator], mesh: Sequence[int], devices: int, 
             for title, own, places in columns(found)
         ],
         "edges": [[source, reader, (source, reader) in moved] for source, reader in edges],
-        "splits": _legend(operators, nodes, labels, order, mesh),
+        "splits": [{"label": label, "count": count} for label, count in legend.items()],
     }
 
 
@@ -73,14 +69,10 @@ def _column_groups(found: Sequence[LayerGroup]) -> Iterator[list[LayerGroup]]:
     """Groups that share a column."""
     now: list[LayerGroup] = []
     for group in found:
-        is_small = not group.is_layer or len(group.places) < SMALL
-        if now and not (
-            is_small
-            and group.times == now[-1].times == 1
-            and group.stage == now[-1].stage
-            and (not now[-1].is_layer or len(now[-1].places) < SMALL)
-            and sum(len(own.places) for own in now) + len(group.places) <= SHORT
-        ):
+        is_small = all(not own.is_layer or len(own.places) < SMALL for own in (group, *now[-1:]))
+        is_like = all(group.times == own.times == 1 and group.stage == own.stage for own in now[-1:])
+        is_short = sum(len(own.places) for own in (group, *now)) <= SHORT
+        if now and not (is_small and is_like and is_short):
             yield now
             now = []
         now.append(group)
@@ -178,48 +170,6 @@ def stage_memory(
     return found
 
 
-def layer_costs(
-    operators: Sequence[PlanOperator], stages: int, compute: float, communication: float
-) -> list[dict[str, Any]]:
-    """Seconds of each layer with all that is folded into it, in the order of the layers, and of what is in no layer.
-
-    They add up to those of all stages, each of which takes ``compute`` and ``communication``. Small rows are one row.
-    """
-    if not operators or any(operator.compute is None for operator in operators):
-        return []
-    nodes = nodes_of(operators)
-    found = groups(operators, nodes)
-    home = {place: number for number, group in enumerate(found) for copy in group.copies for place in copy}
-    sums = [[0.0, 0.0] for _ in found]
-    rest = 0.0  # parameters that nothing reads are updated all the same
-    for operator, owner in zip(operators, nodes.owner, strict=True):
-        if owner is None:
-            rest += operator.compute or 0.0
-            continue
-        sums[home[owner]][0] += operator.compute or 0.0
-        sums[home[owner]][1] += operator.communication
-    rows: list[tuple[str, float, float]] = []
-    for group, own in zip(found, sums, strict=True):
-        stage = f", stage {group.stage + 1}" if stages > 1 else ""
-        times = f" x {group.times}" if group.times > 1 else ""
-        rows.append((f"{group.title}{stage}{times}", own[0], own[1]))
-    # Where kernels are short, devices wait for the host that starts them.
-    waiting = compute * stages - math.fsum(own[0] for own in sums) - rest
-    if waiting > 1e-9 * compute:
-        rows.append(("waiting for the host", waiting, 0.0))
-    sent = communication * stages - math.fsum(own[1] for own in sums)
-    if stages > 1 and sent > 0:
-        rows.append(("sent between stages", 0.0, sent))
-    if rest > 0:
-        rows.append(("parameters that nothing reads", rest, 0.0))
-    rows = [row for row in rows if row[1] + row[2] > 0]
-    total = math.fsum(row[1] + row[2] for row in rows)
-    large = [row for row in rows if row[1] + row[2] >= LITTLE * total]
-    if little := [row for row in rows if row[1] + row[2] < LITTLE * total]:
-        large.append((f"{len(little)} more", math.fsum(row[1] for row in little), math.fsum(row[2] for row in little)))
-    return [{"name": name, "compute": own, "communication": moving} for name, own, moving in large]
-
-
 def _names(operator: PlanOperator, group: LayerGroup) -> dict[str, str]:
     """The two lines of a node."""
     name = operator.module.removeprefix(group.modules[0]).removeprefix(".") if group.is_layer else operator.module
@@ -230,36 +180,13 @@ def _names(operator: PlanOperator, group: LayerGroup) -> dict[str, str]:
     }
 
 
-def _order(operators: Sequence[PlanOperator], nodes: GraphNodes, labels: Sequence[str]) -> list[str]:
-    """The labels: the batch alone first, whole last, and the others by their FLOPs."""
-    flops: dict[str, float] = {}
+def _legend(operators: Sequence[PlanOperator], nodes: GraphNodes, labels: Sequence[str]) -> dict[str, int]:
+    """How many nodes each label has: the batch alone first, whole last, and the others by their FLOPs."""
+    flops: dict[str, list[float]] = {}
     for place in nodes.places:
-        flops[labels[place]] = flops.get(labels[place], 0.0) + operators[place].flops
-    return sorted(
-        flops, key=lambda label: (label == WHOLE, not label.startswith("batch/") or " " in label, -flops[label], label)
-    )
-
-
-def _legend(
-    operators: Sequence[PlanOperator],
-    nodes: GraphNodes,
-    labels: Sequence[str],
-    order: Sequence[str],
-    mesh: Sequence[int],
-) -> list[dict[str, Any]]:
-    counts = Counter(labels[place] for place in nodes.places)
-    words: dict[str, Counter[str]] = {}
-    for place in nodes.places:
-        parts = split_parts(operators[place], mesh)
-        words.setdefault(labels[place], Counter())[" ".join(f"{n}/{count}" for n, count in parts.items())] += 1
-    return [
-        {
-            "label": label,
-            "count": counts[label],
-            "dims": [way for way, _ in words[label].most_common(6) if way and way != label],
-        }
-        for label in order
-    ]
+        flops.setdefault(labels[place], []).append(operators[place].flops)
+    order = sorted(flops, key=lambda own: (own == WHOLE, own[:6] != "batch/" or " " in own, -sum(flops[own]), own))
+    return {label: len(flops[label]) for label in order}
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -58,7 +58,6 @@ def _document(run: Path, events: StudyEvents, running: bool) -> dict[str, Any]:
         "count": events.count,
         "importances": importances(space, trials, objectives, str(run)) or _written(result, names),
         "devices": device_bars(bars, events.devices, events.began or 0.0),
-        "began": events.began,
         "fit": {strategy: fits.count(strategy) for strategy in dict.fromkeys(fits)},
         "damaged": events.damaged,
     }

@@ -9,20 +9,8 @@ weft.documents = (() => {
   class Problem extends Error {} // what is wrong with a document, in one line for a person
   class Missing extends Problem {}
 
-  // Of a part of time, a report may hold one that has it in its middle.
-  const near = (base, query) => {
-    const params = new URLSearchParams(query);
-    const [from, to] = [Number(params.get("from")), Number(params.get("to"))];
-    return Object.entries(own).find(([address, { window }]) => {
-      if (!address.startsWith(`${base}?from=`)) return false;
-      const middle = (from + to) / 2;
-      return window[0] <= middle && middle <= window[1] && to - from <= 1.5 * (window[1] - window[0]);
-    })?.[1];
-  };
-
   const fromPage = (address) => {
-    const [base, query] = address.split("?");
-    const found = own[address] ?? (query?.startsWith("from=") ? near(base, query) : undefined) ?? own[base];
+    const found = own[address] ?? own[address.split("?")[0]];
     if (found === undefined) throw new Missing("this report does not hold it");
     return found;
   };

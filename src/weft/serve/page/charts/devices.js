@@ -15,17 +15,15 @@ weft.devices = (get) => {
     }
     return found;
   };
-  // Times may be counted from the epoch or from the study's start; a job that runs goes to the newest moment known.
-  const zero = () =>
-    get().devices.some((device) => device.bars.some((bar) => bar.start > 1e8)) ? (get().began ?? 0) : 0;
+  // Times are counted from the study's start; a job that runs goes to the newest moment known.
   const newest = () => {
     const bars = get().devices.flatMap((device) => device.bars);
-    const last = Math.max(zero(), ...bars.map((bar) => bar.end ?? bar.start));
+    const last = Math.max(0, ...bars.map((bar) => bar.end ?? bar.start));
     // What runs is drawn a little beyond the last that is known.
-    return bars.some((bar) => bar.end === null) ? zero() + (last - zero()) * 1.04 : last;
+    return bars.some((bar) => bar.end === null) ? last * 1.04 : last;
   };
   const option = (palette) => {
-    const [all, start, last] = [bars(), zero(), newest()];
+    const [all, last] = [bars(), newest()];
     const ink = document.documentElement.dataset.theme === "dark" ? "#10151c" : "#ffffff";
     const states = [...new Set(all.map(({ bar }) => bar.state))];
     return {
@@ -34,7 +32,7 @@ weft.devices = (get) => {
       xAxis: {
         type: "value",
         min: 0,
-        max: Math.max(last - start, 1e-3),
+        max: Math.max(last, 1e-3),
         axisLabel: { formatter: format.seconds },
         splitLine: { show: false },
       },
@@ -52,7 +50,7 @@ weft.devices = (get) => {
         const colour = palette.series[weft.trials.place(state)];
         return weft.lanes.series(
           state,
-          own.map(({ bar, lane }, i) => [bar.start - start, (bar.end ?? last) - start, lane, i]),
+          own.map(({ bar, lane }, i) => [bar.start, bar.end ?? last, lane, i]),
           (i) => ({
             fill: colour,
             from: 0.08,
@@ -94,7 +92,7 @@ weft.devices = (get) => {
           {
             name: "from",
             number: true,
-            value: ({ bar }) => bar.start - zero(),
+            value: ({ bar }) => bar.start,
             show: (own, value) => format.seconds(value),
           },
           {

@@ -147,8 +147,8 @@ weft.graph = (graph) => {
   });
 
   const counted = (number) => `${format.number(number)} operator${number === 1 ? "" : "s"}`;
-  const legend = graph.splits.map(({ label, count, dims }, i) => [
-    el("span", { title: dims.length ? `written ${dims.join(", ")}` : null }, el("b", {}, label), ` ${counted(count)}`),
+  const legend = graph.splits.map(({ label, count }, i) => [
+    el("span", {}, el("b", {}, label), ` ${counted(count)}`),
     colours[i],
   ]);
   const stroke = (kind, words) => el("li", {}, el(`i.stroke.${kind}`), words);

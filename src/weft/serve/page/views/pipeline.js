@@ -46,7 +46,7 @@ weft.views.pipeline = {
       const kinds = new Set(gantt.drawn.map((span) => span[1]));
       const shown = Object.entries(gantt.KINDS).filter(([kind]) => kinds.has(kind));
       const coarse = `The height of a bar is the part of the time that its stage worked. ${
-        weft.documents.isStatic ? "Zoom into the middle to see operations; weft serve shows all of them." : "Zoom in to see operations."
+        weft.documents.isStatic ? "weft serve shows the operations." : "Zoom in to see operations."
       }`;
       const subnets = "Each subnet has one colour; backwards and updates are paler.";
       key.replaceChildren(

@@ -7,9 +7,7 @@ weft.views.plan = {
     let last = null; // the plan that is shown, as text
     const COLOURS = {
       compute: "var(--c0)",
-      computing: "var(--c0)",
       communication: "var(--c1)",
-      communicating: "var(--c1)",
       bubble: "var(--faint)",
     };
     const SHADES = ["var(--c0)", "var(--c3)", "var(--c2)", "var(--c8)", "var(--c4)", "var(--c5)"];
@@ -59,31 +57,6 @@ weft.views.plan = {
                 ),
               };
             }),
-          ),
-        ],
-      });
-    };
-    const layers = (plan) => {
-      const total = plan.layers.reduce((sum, row) => sum + (row.compute ?? 0) + (row.communication ?? 0), 0);
-      return weft.figure("Cost by layer", {
-        body: [
-          weft.key([
-            ["compute", COLOURS.compute],
-            ["communication", COLOURS.communication],
-          ]),
-          el(
-            "div",
-            { style: { "max-height": "460px", overflow: "auto" } },
-            weft.bars(
-              plan.layers.map((row) => ({
-                label: row.name,
-                note: `${format.seconds((row.compute ?? 0) + (row.communication ?? 0))}, ${format.percent(total ? ((row.compute ?? 0) + (row.communication ?? 0)) / total : 0)}`,
-                parts: [
-                  part("compute", row.compute, format.seconds(row.compute), COLOURS.compute),
-                  part("communication", row.communication, format.seconds(row.communication), COLOURS.communication),
-                ],
-              })),
-            ),
           ),
         ],
       });
@@ -153,7 +126,6 @@ weft.views.plan = {
               : plan.note
                 ? weft.empty("The graph is not shown", el("span", {}, plan.note))
                 : null,
-            plan.layers?.length ? layers(plan) : null,
             plan.comparisons?.length ? compared(plan) : null,
           ].filter(Boolean),
         );
