@@ -243,6 +243,23 @@ def test_a_layer_that_was_not_used_has_no_optimizer_state_to_move() -> None:
         assert len(home.copied_host) == (home.layout.copied_bytes if name in used else home.layout.weight_bytes)
 
 
+def test_a_micro_batch_gets_its_layers_once_even_if_an_older_one_that_has_not_started_loses_its_own() -> None:
+    task = make_task("text", optimizer=ADAM)
+    sequential = SequentialReference(task.chain(), task.config, CPU)
+    attach(sequential, OffloadConfig(2 * least_of(task), prefetch=2))
+    memory = sequential.offload
+    assert memory is not None
+    memory.begin_run(0, 3)
+    memory.start(1)
+    with pytest.raises(TrainError, match="cannot hold"), memory.pinned_on_device(memory.layers):
+        pass
+    for n in (0, 2):
+        memory.start(n)
+    for n in (1, 0, 2):
+        memory.finish(n)
+    assert not any(home.users for home in memory.layers.values())
+
+
 @dataclass(frozen=True)
 class Case:
     """A run on stages, each with so many times its least budget."""
