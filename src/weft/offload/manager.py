@@ -121,7 +121,7 @@ class OffloadManager:
         self._beyond, self._total = first, total
         self._next_uses = NextUses(self._route, first, total)
         self._next_uses.advance_to(first)
-        self.device.reprioritize(self.device.blocks)
+        self.device.policy.reprioritize(self.device.blocks)
         self._full = False
         if self._config.prefetch and total:
             self.prefetch()
@@ -138,7 +138,7 @@ class OffloadManager:
         assert admitted, f"micro-batch {n} started without its layers"
         self._ready.remove(n)
         passed = [self.layers[name] for name in self._next_uses.advance_to(n) if name in self.layers]
-        self.device.reprioritize([block for layer in passed for block in (layer.main, *layer.versions.values())])
+        self.device.policy.reprioritize([block for layer in passed for block in (layer.main, *layer.versions.values())])
         layers = self._layers(n)
         self.uses += len(layers)
         self._copies_late = not all(self.device.copy_engine.done(layer.main.loaded) for layer in layers)
