@@ -77,17 +77,6 @@ class Backward(nn.Linear):
     def forward(self, x):
         return Twist.apply(super().forward(x))
 
-class OfClass(nn.Linear):
-    calls = 0
-    def forward(self, x):
-        OfClass.calls += 1
-        return super().forward(x) * OfClass.calls
-
-class Threads(nn.Linear):
-    def forward(self, x):
-        chance = float(np.random.default_rng().random())
-        return super().forward(x) * (chance if torch.get_num_threads() > 1 else 1)
-
 def build(kind="Linear", width=6):
     space = Space()
     odd = Pool if kind == "Pool" else partial(globals().get(kind, nn.Linear), width, width)
@@ -187,8 +176,6 @@ TWICE = "layer 'b1.odd' gives another result when it is run twice"
 READS = "two reads of batch 0 differ in 'x'"
 FAULTS: dict[str, tuple[str | None, str, str]] = {
     "--supernet.options.kind=Numpy": ("b1.odd", "forward", TWICE),
-    "--supernet.options.kind=Threads --execution.threads=2": ("b1.odd", "forward", TWICE),
-    "--supernet.options.kind=OfClass": ("b1.odd", "forward", "layer 'b1.odd'"),
     "--supernet.options.kind=Backward": ("b1.odd", "backward", "layer 'b1.odd'"),
     "--supernet.options.kind=Initial": ("b1.odd", "initial weights", "building layer 'b1.odd' twice"),
     "--supernet.options.kind=Pool": ("b1.odd", "kernel", "max_unpool"),
