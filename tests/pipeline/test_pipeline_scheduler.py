@@ -27,7 +27,7 @@ Layer = tuple[int, int]
 
 scripts = st.binary(max_size=48)
 seeds = st.integers(0, 2**32 - 1)
-quiet = settings(deadline=None, suppress_health_check=list(HealthCheck))
+quiet = settings(suppress_health_check=list(HealthCheck))
 
 SCHEDULES = ("1f1b", "gpipe", "naspipe")
 
@@ -243,13 +243,7 @@ class Pipeline:
         backwards = self.ready(stage, "B")
         forwards = [n for n in self.ready(stage, "F") if self.allowed(stage, n)]
         last = self.order[stage][-1].kind if self.order[stage] else "B"
-        match self.case.policies[stage].schedule:
-            case "1f1b":
-                backward_first = True
-            case "gpipe":
-                backward_first = False
-            case _:
-                backward_first = last == "F"
+        backward_first = {"1f1b": True, "gpipe": False, "naspipe": last == "F"}[self.case.policies[stage].schedule]
         if backwards and (backward_first or not forwards):
             return Op(stage, "B", backwards[0])
         return Op(stage, "F", forwards[0]) if forwards else None
@@ -458,15 +452,13 @@ Number = Callable[[int, int], int]
 
 
 def some_promise(number: Number, kind: int, m: int, blocks: int) -> Consistency:
-    match kind:
-        case 0:
-            return Exact()
-        case 1:
-            return Delayed(number(0, 3))
-        case 2:
-            return Lagged(number(1, 3))
-        case _:
-            return Bounded(m * number(1, 3), number(1, blocks))
+    made: list[Callable[[], Consistency]] = [
+        Exact,
+        lambda: Delayed(number(0, 3)),
+        lambda: Lagged(number(1, 3)),
+        lambda: Bounded(m * number(1, 3), number(1, blocks)),
+    ]
+    return made[kind]()
 
 
 def some_case(number: Number, most: int) -> Case:
