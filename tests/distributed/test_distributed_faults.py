@@ -180,6 +180,10 @@ def test_a_silence_that_is_no_time_is_refused(text: str, monkeypatch: pytest.Mon
 # Code that fails
 
 
+def numbers(step: int) -> dict[str, torch.Tensor]:
+    return {name: values[4 * step % 16 :][:4] for name, values in disturbed.numbers().items()}
+
+
 def test_an_error_in_a_layer_is_one_line_and_nothing_is_started_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -202,10 +206,7 @@ def test_an_error_in_a_layer_is_one_line_and_nothing_is_started_again(
 
 
 def test_what_cannot_travel_is_refused_with_the_name_of_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def batch(step: int) -> dict[str, torch.Tensor]:
-        return {"x": torch.ones(4, 4), "label": torch.zeros(4, dtype=torch.int64)}
-
-    monkeypatch.setitem(stages.KINDS, "faulty", (partial(disturbed.faulty, 1, "sparse"), batch))
+    monkeypatch.setitem(stages.KINDS, "faulty", (partial(disturbed.faulty, 1, "sparse"), numbers))
     words = r"^layer 'layer1': a tensor of type float32, layout torch.sparse_coo cannot travel"
     with pytest.raises(PipelineError, match=words):
         in_stages(make_task("faulty", stream="fair"), (2,), 4)
@@ -215,11 +216,7 @@ def test_what_cannot_travel_is_refused_with_the_name_of_its_layer(monkeypatch: p
 def test_a_loss_that_is_not_a_number_names_the_layer_wherever_it_is(
     monkeypatch: pytest.MonkeyPatch, where: int
 ) -> None:
-    def batch(step: int) -> dict[str, torch.Tensor]:
-        draw = torch.Generator().manual_seed(step)
-        return {"x": torch.randn(4, 4, generator=draw), "label": torch.randint(0, 4, (4,), generator=draw)}
-
-    monkeypatch.setitem(stages.KINDS, "faulty", (partial(disturbed.faulty, where, "nan"), batch))
+    monkeypatch.setitem(stages.KINDS, "faulty", (partial(disturbed.faulty, where, "nan"), numbers))
     task = make_task("faulty", m=2, stream="fair")
     with pytest.raises(NonFiniteError, match=f"it first appears in layer 'layer{where}'") as alone:
         sequentially(task)

@@ -120,7 +120,7 @@ if __name__ == "__main__":
     import work
     from weft.distributed.launcher import Call, launch
     try:
-        launch({stages}, Call(work.{work}, ({seen!r},)), restarts=2)
+        launch(1, Call(work.{work}, ({seen!r},)), restarts=2)
     except KeyboardInterrupt:
         print("interrupted", flush=True)
         sys.exit(7)
@@ -169,11 +169,6 @@ def test_a_stage_that_always_dies_is_named_after_the_last_restart(work, tmp_path
     ]
     assert [record.name for record in caplog.records if record.name.startswith("torch.")] == []
     assert capfd.readouterr() == ("", "")
-
-
-def test_no_stages_are_refused(work):
-    with pytest.raises(TrainError, match="stages >= 1 and restarts >= 0, not stages=0"):
-        launch(0, Call(work.bug))
 
 
 # A call
@@ -329,31 +324,30 @@ def test_only_errors_of_weft_are_raised_by_name(name):
 
 @pytest.fixture
 def launched(work: Any, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]) -> Callable[..., Any]:
-    """Starts a script that launches stages with some work, and waits until each has begun; the folder that they see."""
+    """Starts a script that launches a stage with some work, and waits until it has begun; the folder that it sees."""
 
-    def begin(name: str, stages: int) -> tuple[subprocess.Popen[str], Path]:
+    def begin(name: str) -> tuple[subprocess.Popen[str], Path]:
         seen = tmp_path / "seen"
         seen.mkdir()
-        text = MAIN.format(folder=str(Path(work.__file__).parent), stages=stages, work=name, seen=str(seen))
-        main = start(text)
-        wait_for(lambda: len(lines(seen)) == stages and all(lines(seen).values()))
+        main = start(MAIN.format(folder=str(Path(work.__file__).parent), work=name, seen=str(seen)))
+        wait_for(lambda: "".join(lines(seen).values()))
         return main, seen
 
     return begin
 
 
-@pytest.mark.parametrize(("number", "stages"), [(signal.SIGINT, 2), (signal.SIGTERM, 1)])
-def test_stages_stop_by_themselves_on_ctrl_c_and_sigterm(launched, number, stages):
-    main, seen = launched("until_told", stages)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stages_stop_by_themselves_on_ctrl_c_and_sigterm(launched, number):
+    main, seen = launched("until_told")
     # A terminal sends Ctrl-C to all of its processes; only the parent may act on it.
     os.killpg(main.pid, number) if number == signal.SIGINT else os.kill(main.pid, number)
     out, err = main.communicate(timeout=50)
     assert (out, err, main.returncode) == ("interrupted\n", "", 7)
-    assert lines(seen) == {f"0.{rank}": "stopped: True" for rank in range(stages)}
+    assert lines(seen) == {"0.0": "stopped: True"}
 
 
 def test_a_second_ctrl_c_kills_stages_that_do_not_stop(launched):
-    main, seen = launched("stay", 1)
+    main, seen = launched("stay")
     os.kill(main.pid, signal.SIGINT)
     wait_for((seen / "told").exists)
     os.kill(main.pid, signal.SIGINT)
@@ -363,7 +357,7 @@ def test_a_second_ctrl_c_kills_stages_that_do_not_stop(launched):
 
 
 def test_no_stage_outlives_a_parent_that_is_killed(launched):
-    main, seen = launched("sleep", 1)
+    main, seen = launched("sleep")
     pid = int(lines(seen)["0.0"])
     assert alive(pid)
     main.kill()
@@ -387,7 +381,7 @@ def test_a_grandchild_does_not_outlive_a_parent_that_is_killed(tmp_path, start):
 
 
 def test_a_script_without_a_guard_is_told_to_add_one(work, start):
-    text = MAIN.format(folder=str(Path(work.__file__).parent), stages=1, work="bug", seen="")
+    text = MAIN.format(folder=str(Path(work.__file__).parent), work="bug", seen="")
     main = start(text.replace('if __name__ == "__main__":', "if True:"))
     out, err = main.communicate(timeout=50)
     assert main.returncode == 1

@@ -141,20 +141,19 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_end(tmp_path: Path) -> No
     assert again.fingerprint == whole.fingerprint
 
 
-def test_a_search_without_validation_data_is_refused(tmp_path: Path) -> None:
-    net = mixed_factory(layered, Darts())
-    data = Data("x", open_data("digits").train)
-    with pytest.raises(TrainError, match="validation data"):
-        weft.train(
-            net, data, steps=2, loss=loss, architecture_search=Bilevel(), stream=net().space.first(), folder=tmp_path
-        )
-
-
-def test_two_levels_are_for_supernets_with_architecture_parameters(tmp_path: Path) -> None:
-    with pytest.raises(TrainError, match="two levels"):
-        weft.train(layered, open_data("digits"), steps=2, architecture_search=Bilevel(), folder=tmp_path)
-    with pytest.raises(TrainError, match="two levels"):
-        train(tmp_path, architecture_search=None)
+@pytest.mark.parametrize(
+    ("mixed", "changes", "words"),
+    [
+        (True, {"source": Data("x", open_data("digits").train)}, "validation data"),
+        (True, {"architecture_search": None}, "two levels"),
+        (False, {}, "two levels"),
+    ],
+)
+def test_what_two_levels_need_is_said(tmp_path: Path, mixed: bool, changes: dict[str, Any], words: str) -> None:
+    net = mixed_factory(layered, Darts()) if mixed else layered
+    options = {"architecture_search": Bilevel(), "source": open_data("digits"), **changes}
+    with pytest.raises(TrainError, match=words):
+        weft.train(net, options.pop("source"), steps=2, stream=net().space.first(), folder=tmp_path, **options)
 
 
 def plain_choice() -> weft.Chain:

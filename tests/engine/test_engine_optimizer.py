@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from weft.engine.optimizer import LayerOptimizer, Optimizer, is_named, make_schedule
+from weft.engine.optimizer import GlobalNorm, LayerOptimizer, Optimizer, is_named, make_schedule
 from weft.errors import TrainError
 
 
@@ -47,15 +48,31 @@ def test_a_schedule_says_in_its_name_where_it_ends() -> None:
     assert not any(is_named(text) for text in ("mynet:schedule", "my.net:f"))
 
 
-@pytest.mark.parametrize("text", ["cosine:", "cosine:.", "cosine:1.5", "constant:0.1"])
-def test_an_end_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(TrainError, match="write the part of the rate to go down to, 0 to 1"):
-        make_schedule(text)
+ENDS = [{"schedule": text} for text in ("cosine:", "cosine:.", "cosine:1.5", "constant:0.1")]
+CLIPS = [{"clip": clip} for clip in ("global", "global:x", "norm:1", "global:0", 0.0, -1)]
 
 
-def test_an_unknown_schedule_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(TrainError, match=r"unknown schedule 'cosin:0\.1'; did you mean 'cosine'\?"):
-        make_schedule("cosin:0.1")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        *((options, "write the part of the rate to go down to, 0 to 1") for options in ENDS),
+        *((options, "clip=") for options in CLIPS),
+        ({"schedule": "cosin:0.1"}, r"unknown schedule 'cosin:0\.1'; did you mean 'cosine'"),
+        ({"kind": "adamww"}, "did you mean 'adamw'"),
+        ({"kind": "lbfgs"}, "unknown optimizer"),
+        ({"kind": "sgd", "weightdecay": 0.1}, "did you mean 'weight_decay'"),
+        ({"groups": "matrixes"}, r"unknown groups 'matrixes' of parameters; did you mean 'matrices'"),
+    ],
+    ids=lambda value: ", ".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_an_optimizer_that_cannot_be_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(TrainError, match=words):
+        Optimizer(**options)
+
+
+@pytest.mark.parametrize(("text", "meaning"), [(None, None), (0.5, 0.5), ("0.5", 0.5), ("global:2", GlobalNorm(2.0))])
+def test_what_clip_means(text: Any, meaning: Any) -> None:
+    assert Optimizer(clip=text).clip == meaning
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "nadam"])
@@ -77,5 +94,3 @@ def test_groups_by_name_are_part_of_what_a_run_is_made_with() -> None:
     named = Optimizer("adamw", lr=0.1, groups="matrices")
     assert named.describe() == {"kind": "AdamW", "lr": 0.1, "groups": "matrices"}
     assert Optimizer("adamw", lr=0.1).describe() == {"kind": "AdamW", "lr": 0.1}
-    with pytest.raises(TrainError, match=r"unknown groups 'matrixes' of parameters; did you mean 'matrices'\?"):
-        Optimizer("adamw", groups="matrixes")

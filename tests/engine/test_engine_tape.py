@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import chain as joined
+from functools import partial
 from itertools import combinations
 
 import pytest
+import stages
 import torch
 from stages import make_engine
 from torch import Tensor, nn
@@ -17,11 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.engine.consistency import VersionSchedule, parse_consistency
 from weft.engine.inplace_weights import BACKWARDS, ParameterSwap, RecomputeGuard
+from weft.engine.losses import mean_squared_error
 from weft.engine.optimizer import Optimizer
+from weft.engine.reference import SequentialReference
 from weft.errors import ConsistencyError
 from weft.space import Space
-from weft.supernet import Activations, Chain, Choice, Shared, as_activations, initialise
-from weft.supernet.layer import grad_barrier
+from weft.supernet import Chain, Choice, Shared, initialise
 
 WIDTH = 4
 
@@ -61,77 +63,30 @@ class Leave(nn.Module):
         return a * b + c
 
 
-def loss_of(outputs: Tensor, y: Tensor) -> Tensor:
-    return ((outputs - y) ** 2).mean()
+def woven(kinds: tuple[int, ...]) -> Chain:
+    layers = [partial(Weave, kind) for kind in kinds]
+    return Chain(*(Shared(make, f"b{i}") for i, make in enumerate([Enter, *layers, Leave])), inputs="x")
 
 
-def cut_gradients(layers: list[nn.Module], cuts: set[int], x: Tensor, y: Tensor) -> list[Tensor | None]:
-    """By hand: stages that exchange detached tensors forward and gradients backward."""
-    stages, start = [], 0
-    for end in [*sorted(cuts), len(layers)]:
-        stages.append(layers[start:end])
-        start = end
-    entered: list[Activations] = []
-    left: list[Activations] = []
-    carry: Activations = (x,)
-    for stage in stages:
-        if entered:
-            carry = tuple(t.detach().requires_grad_(t.requires_grad) for t in carry)
-        entered.append(carry)
-        for layer in stage:
-            carry = grad_barrier(as_activations(layer(*carry), "layer"))
-        left.append(carry)
-    found: dict[int, list[Tensor | None]] = {}
-    loss = loss_of(carry[0], y)
-    outputs, seeds = [loss], [torch.ones(())]
-    for index in reversed(range(len(stages))):
-        parameters = [p for layer in stages[index] for p in layer.parameters()]
-        inputs = [t for t in entered[index] if t.requires_grad]
-        own = torch.autograd.grad(outputs, [*parameters, *inputs], seeds, allow_unused=True)
-        found[index] = list(own[: len(parameters)])
-        passed = dict(zip((id(t) for t in inputs), own[len(parameters) :], strict=True))
-        if index:
-            pairs = [(out, passed.get(id(t))) for out, t in zip(left[index - 1], entered[index], strict=True)]
-            outputs = [out for out, grad in pairs if grad is not None]
-            seeds = [grad for _, grad in pairs if grad is not None]
-    return list(joined.from_iterable(found[index] for index in range(len(stages))))
-
-
-def build(kinds: tuple[int, ...], seed: int) -> list[nn.Module]:
-    torch.manual_seed(seed)
-    return [Enter(), *map(Weave, kinds), Leave()]
+def rows(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(5, WIDTH, generator=generator) for name in "xy"}
 
 
 @pytest.mark.parametrize("kinds", [(0, 1, 2), (1, 0, 1), (2, 2, 0), (0, 0, 0), (3, 0, 1), (3, 3, 1)])
-def test_gradients_have_the_same_bits_at_every_cut(kinds: tuple[int, ...]) -> None:
-    for seed in range(3):
-        layers = build(kinds, seed)
-        x, y = torch.randn(5, WIDTH), torch.randn(5, WIDTH)
-        whole = cut_gradients(layers, set(), x, y)
-        assert sum(g is not None for g in whole) >= 10
-        places = range(1, len(layers))
-        for count in range(1, len(layers)):
-            for cuts in combinations(places, count):
-                for a, b in zip(whole, cut_gradients(layers, set(cuts), x, y), strict=True):
-                    # A gradient of nothing is nothing or zeros, depending on who asks.
-                    assert (a is None or b is None) or torch.equal(a, b)
-                    assert (a is None) == (b is None) or not torch.any(a if a is not None else b)
-
-
-@pytest.mark.parametrize("kinds", [(0, 1, 2), (2, 0, 1), (3, 0, 1)])
-def test_the_reference_has_the_gradients_of_the_cut_chain(kinds: tuple[int, ...]) -> None:
-    layers = build(kinds, 7)
-    space = Space()
-    chain = Chain(*(Choice(space, f"b{i}", {"only": layer}) for i, layer in enumerate(layers)), inputs="x")
-    x, y = torch.randn(5, WIDTH), torch.randn(5, WIDTH)
-    expected = cut_gradients(layers, {1, 2, 3, 4}, x, y)
-    before = [p.detach().clone() for p in chain.parameters()]
-    sequential = make_engine(
-        chain, [space.first()], optimizer=Optimizer("sgd", lr=1.0), loss=lambda out, batch: loss_of(out, batch["y"])
-    )
-    sequential.step(0, {"x": x, "y": y})
-    for start, end, gradient in zip(before, chain.parameters(), expected, strict=True):
-        assert torch.equal(end.detach(), start if gradient is None else torch.add(start, gradient, alpha=-1.0))
+def test_gradients_have_the_same_bits_at_every_cut(monkeypatch: pytest.MonkeyPatch, kinds: tuple[int, ...]) -> None:
+    monkeypatch.setitem(stages.KINDS, "woven", (partial(woven, kinds), rows))
+    optimizer = Optimizer("sgd", lr=1.0, schedule="constant")
+    task = stages.make_task("woven", steps=1, optimizer=optimizer, loss=mean_squared_error, metrics={})
+    plain, alone = task.chain(), SequentialReference(task.chain(), task.config, stages.CPU)
+    whole = stages.run_engine(alone, task)
+    mean_squared_error(plain(rows(0), plain.space.subnet()), rows(0)).backward()
+    for parameter, trained in zip(plain.parameters(), alone.chain.parameters(), strict=True):
+        moved = torch.zeros(()) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(trained, parameter - moved)
+    for count in range(1, len(plain.blocks)):
+        for cut in combinations(range(1, len(plain.blocks)), count):
+            assert stages.in_stages(task, cut, 2)[0].layers == whole.layers, cut
 
 
 # Other weights in place of a module's own, in the forward and in a backward that recomputes it.

@@ -85,19 +85,16 @@ def test_a_parameter_without_gradient_gets_zeros_so_decay_and_momentum_still_act
     assert not torch.equal(truth, torch.full((WIDTH,), 0.5))
 
 
-def test_a_frozen_parameter_stays_as_it_is() -> None:
+@pytest.mark.parametrize("consistency", ["exact", "delayed(2)", "bounded(1,1)"])
+def test_a_frozen_parameter_stays_as_it_is(consistency: str) -> None:
     layer = linear(1)
     layer.bias.requires_grad_(False)
-    for consistency in ("exact", "delayed(2)", "bounded(1,1)"):
-        chain, subnet = only(layer)
-        before, weight = layer.bias.clone(), layer.weight.detach().clone()
-        sequential = make_engine(
-            chain, [subnet] * 3, consistency=consistency, optimizer=Optimizer("sgd", lr=0.1, weight_decay=0.1)
-        )
-        for i in range(3):
-            sequential.step(i, batch(i))
-        assert torch.equal(layer.bias, before)
-        assert not torch.equal(layer.weight, weight)
+    chain, subnet = only(layer)
+    before, weight = layer.bias.clone(), layer.weight.detach().clone()
+    optimizer = Optimizer("sgd", lr=0.1, weight_decay=0.1)
+    train(make_engine(chain, [subnet] * 3, consistency=consistency, optimizer=optimizer), 3)
+    assert torch.equal(layer.bias, before)
+    assert not torch.equal(layer.weight, weight)
 
 
 # -- batch statistics
@@ -326,8 +323,7 @@ def test_gradients_that_lie_otherwise_in_memory_than_their_weights_are_applied_e
         sequential = make_engine(
             chain, [subnet] * 3, consistency=consistency, optimizer=optimizer, loss=lambda out, batch: out.sum()
         )
-        for i in range(3):
-            sequential.step(i, batch(i))
+        train(sequential, 3)
         found.append([p.detach().clone() for p in chain.parameters()])
     for plain, other in zip(*found, strict=True):
         torch.testing.assert_close(plain, other)
@@ -447,51 +443,45 @@ def test_a_parameters_name_that_would_confuse_a_checkpoint_is_refused() -> None:
 # -- the optimizer sees layers come and go
 
 
-def test_single_parameters_may_have_options_of_their_own() -> None:
-    chain = two_choices()
-    p = chain.space.subnet(b0="p")
-    groups = lambda name, parameter: {"weight_decay": 0.0} if parameter.dim() < 2 else {"lr": 0.0}  # noqa: E731
-    sequential = make_engine(chain, [p] * 2, optimizer=Optimizer("adamw", lr=0.1, weight_decay=0.5, groups=groups))
-    before = {name: t.detach().clone() for name, t in chain.named_parameters()}
-    train(sequential, 2)
-    for name, after in chain.named_parameters():
-        assert torch.equal(before[name], after) == (name.endswith("weight") or name.startswith("b0.q")), name
+def biases_decay_not(name: str, parameter: nn.Parameter) -> dict[str, float]:
+    return {"weight_decay": 0.0} if parameter.dim() < 2 else {"lr": 0.0}
 
 
-def test_muon_takes_the_matrices_and_another_optimizer_the_rest() -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "part"),
+    [
+        (Optimizer("adamw", lr=0.1, weight_decay=0.5, groups=biases_decay_not), "bias"),
+        (Optimizer("muon", lr=0.1, others=Optimizer("sgd", lr=0.0)), "weight"),
+    ],
+    ids=["options of their own", "muon for the matrices"],
+)
+def test_single_parameters_may_be_updated_otherwise(optimizer: Optimizer, part: str) -> None:
     chain = two_choices()
-    p = chain.space.subnet(b0="p")
-    sequential = make_engine(chain, [p] * 2, optimizer=Optimizer("muon", lr=0.1, others=Optimizer("sgd", lr=0.0)))
     before = {name: t.detach().clone() for name, t in chain.named_parameters()}
-    train(sequential, 2)
+    train(make_engine(chain, [chain.space.subnet(b0="p")] * 2, optimizer=optimizer), 2)
     changed = {name for name, after in chain.named_parameters() if not torch.equal(before[name], after)}
-    assert changed == {"stem.weight", "b0.p.weight", "head.weight"}
+    assert changed == {f"{layer}.{part}" for layer in ("stem", "b0.p", "head")}
 
 
-def test_a_step_that_cannot_be_done_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("m", "subnets", "data", "options", "words"),
+    [
+        (3, 1, {}, {}, "multiple of 3"),
+        (2, 1, {"odd": torch.ones(3)}, {}, "as many rows"),
+        (2, 1, {"odd": torch.tensor(1.0)}, {}, "as many rows"),
+        (2, 3, {}, {}, "set microbatches=3"),
+        (1, 1, {}, {"loss": lambda out, batch: out.sum(0)}, "one number"),
+        (1, 1, {}, {"loss": lambda out, batch: 1.0}, "one number"),
+        (1, 1, {}, {"optimizer": Optimizer("sgd", lr=-1.0)}, "SGD refuses its options"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_step_that_cannot_be_done_is_refused(
+    m: int, subnets: int, data: dict[str, Tensor], options: dict[str, Any], words: str
+) -> None:
     chain, subnet = only(linear())
-    with pytest.raises(TrainError, match="multiple of 3"):
-        make_engine(chain, [subnet], m=3).step(0, batch(0, rows=4))
-    for odd in (torch.ones(3), torch.tensor(1.0)):
-        with pytest.raises(TrainError, match="as many rows"):
-            make_engine(chain, [subnet], m=2).step(0, {**batch(0, rows=4), "odd": odd})
-    with pytest.raises(TrainError, match="set microbatches=3"):
-        make_engine(chain, [(subnet,) * 3], m=2).step(0, batch(0))
-    for loss in (lambda out, batch: out.sum(0), lambda out, batch: 1.0):
-        with pytest.raises(TrainError, match="one number"):
-            make_engine(chain, [subnet], loss=loss).step(0, batch(0))
-
-
-def test_an_optimizer_that_cannot_be_is_refused() -> None:
-    with pytest.raises(TrainError, match="did you mean 'adamw'"):
-        Optimizer("adamww")
-    with pytest.raises(TrainError, match="did you mean 'weight_decay'"):
-        Optimizer("sgd", weightdecay=0.1)
-    with pytest.raises(TrainError, match="unknown optimizer"):
-        Optimizer("lbfgs")
-    chain, subnet = only(linear())
-    with pytest.raises(TrainError, match="SGD refuses its options"):
-        make_engine(chain, [subnet], optimizer=Optimizer("sgd", lr=-1.0))
+    with pytest.raises(TrainError, match=words):
+        make_engine(chain, [(subnet,) * subnets], m=m, **options).step(0, {**batch(0, rows=4), **data})
 
 
 def test_a_subnet_that_uses_no_weights_at_all_is_a_step_like_any_other() -> None:

@@ -92,7 +92,7 @@ class Bytes:
         return best
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_ground_is_a_map_of_bytes(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 40))
@@ -114,7 +114,7 @@ def test_a_ground_is_a_map_of_bytes(data: st.DataObject) -> None:
         assert ground.used == sum(owner is not None for owner in oracle.owner)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_what_is_wanted_comes_and_what_is_pinned_stays_where_it_is(data: st.DataObject) -> None:
     size = data.draw(st.integers(4, 60))
@@ -160,7 +160,7 @@ def fewest(routes: Sequence[frozenset[int]], room: int) -> int:
     return min(ways.values())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     routes=st.lists(st.frozensets(st.integers(0, 5), min_size=1, max_size=3), min_size=1, max_size=9),
     room=st.integers(3, 5),

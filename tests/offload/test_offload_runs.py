@@ -54,8 +54,7 @@ def test_a_run_says_what_moved_and_scores_and_ends_as_one_without(
     scores = [[row["scores"] for row in events(run, "validation")] for run in (small, alone)]
     assert scores[0] == scores[1]
     (told,) = events(small, "finished")[0]["offload"]
-    assert told["loaded_bytes"] > 0
-    assert told["evicted_bytes"] > 0
+    assert min(told["loaded_bytes"], told["evicted_bytes"]) > 0
     assert told["peak"] <= told["budget"] == 56 * 1024
     assert told["uses"] == 12 * 6
     assert events(small, "offload")[-1]["stages"][0]["hit_rate"] > 0.9
@@ -132,16 +131,8 @@ def test_a_run_killed_in_the_middle_of_a_write_back_goes_on_with_another_budget(
 def test_two_processes_with_a_budget_each_give_the_bits_of_one_and_say_how_layers_came_and_went(
     tmp_path: Path, alone: weft.TrainedRun
 ) -> None:
-    found = train(
-        tmp_path,
-        run="two",
-        validation=4,
-        stages=2,
-        cut=(3,),
-        offload=weft.OffloadConfig("48KiB"),
-        trace=True,
-        max_restarts=0,
-    )
+    staged = {"stages": 2, "cut": (3,), "max_restarts": 0}
+    found = train(tmp_path, run="two", validation=4, offload=weft.OffloadConfig("48KiB"), trace=True, **staged)
     assert found.fingerprint == alone.fingerprint
     told = events(found, "finished")[0]["offload"]
     assert len(told) == 2

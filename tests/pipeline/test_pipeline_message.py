@@ -52,7 +52,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
     return found
 
 
-@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=300)
+@settings(suppress_health_check=list(HealthCheck), max_examples=300)
 @given(
     st.lists(st.one_of(st.none(), tensors()), max_size=4), st.integers(0, 2**40), st.booleans(), st.text(max_size=20)
 )
@@ -81,7 +81,6 @@ def test_a_header_that_lies_is_refused(layout: str) -> None:
         unpack(block, CPU)
 
 
-@settings(deadline=None)
 @given(st.binary(min_size=PREFIX, max_size=200))
 def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
     with pytest.raises(PipelineError, match="not a message"):

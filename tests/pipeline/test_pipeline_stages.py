@@ -20,7 +20,7 @@ from weft.pipeline.stage import Stage
 from weft.pipeline.worker import Worker
 from weft.pipeline.workload import common_bounded, in_flight_limits, single_copy, virtual_cut
 
-quiet = settings(deadline=None, suppress_health_check=list(HealthCheck))
+quiet = settings(suppress_health_check=list(HealthCheck))
 
 OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
     "sgd": lambda: Optimizer("sgd", lr=0.05, momentum=0.9, weight_decay=1e-3),
@@ -244,10 +244,7 @@ def test_a_pipeline_of_that_depth_keeps_one_copy_and_has_the_bits_of_one_device(
     assert found.most_kept == 0
     assert all(peak <= depth - stage for stage, peak in enumerate(found.in_flight))
     for block, layer in enumerate(task.chain().layers):
-        expected = formula(block, every * m, depth, steps * m)
-        assert found.version_lags[layer] == expected, layer
-        window = depth - block * depth // BLOCKS
-        assert max(found.version_lags[layer], default=0) <= -(-(window - 1) // (every * m))
+        assert found.version_lags[layer] == formula(block, every * m, depth, steps * m), layer
 
 
 def test_the_version_lag_of_three_stages_is_that_of_the_formula_by_hand() -> None:
@@ -260,26 +257,6 @@ def test_the_version_lag_of_three_stages_is_that_of_the_formula_by_hand() -> Non
     assert found.version_lags["embed"] == {0: 2, 1: 6}
     assert found.version_lags["layer1"] == {0: 5, 1: 3}
     assert found.version_lags["out"] == {}  # the last stage has none
-
-
-@settings(quiet, max_examples=15)
-@given(
-    every=st.integers(1, 3),
-    at=st.integers(1, 3),
-    cut=st.sampled_from([(2, 4), (), (3,), (1, 2, 3)]),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_a_checkpoint_without_a_drain_holds_what_is_still_to_be_read(
-    every: int, at: int, cut: tuple[int, ...], seed: int
-) -> None:
-    task = make_task("plain", steps=12, consistency=f"bounded({every}, 3)")
-    running, snapshots = in_stages(task, (2, 4), [3, 2, 1], seed, every=3)
-    alone = sequentially(task)
-    assert running.layers == alone.layers
-    # The drained checkpoint at the end would pass trivially: these lie in the middle, with micro-batches under way.
-    limits = in_flight_limits(len(cut) + 1, cut == (2, 4), None)
-    resumed, _ = in_stages(task, cut, limits, seed + 1, saved=saved_at(snapshots, 3 * at), first_step=3 * at)
-    assert resumed.layers == alone.layers
 
 
 def test_a_window_too_small_for_one_copy_keeps_versions_instead_of_waiting_for_ever() -> None:

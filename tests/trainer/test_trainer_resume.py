@@ -464,15 +464,25 @@ class Trainings:
         assert self.process.stdout is not None
         return json.loads(self.process.stdout.readline())
 
-    def finish(self) -> tuple[dict[str, Any], int]:
-        """What the child said apart from its steps, and its exit status (-9 if killed)."""
+    def hear_step(self, step: int) -> None:
+        """Waits until the child is there; step -1 is the start."""
+        while self.hear() < step:
+            pass
+
+    def finish(self) -> dict[str, Any]:
+        """What the child said apart from its steps, and its exit status as its ``end`` (-9 if killed)."""
         said: dict[str, Any] = {}
-        while True:
+        while "end" not in said:
             heard = self.hear()
-            if isinstance(heard, dict):
-                if "end" in heard:
-                    return said, heard["end"]
-                said |= heard
+            said |= heard if isinstance(heard, dict) else {}
+        return said
+
+    def fingerprint(self, runs: Path) -> str:
+        """That of the run, once it has gone on to its end."""
+        self.start(runs, "x")
+        said = self.finish()
+        assert said["end"] == 0, said
+        return str(said["fingerprint"])
 
 
 @pytest.fixture(scope="module")
@@ -486,10 +496,7 @@ def trainings() -> Iterator[Trainings]:
 
 @pytest.fixture(scope="module")
 def undisturbed(trainings: Trainings, tmp_path_factory: pytest.TempPathFactory) -> str:
-    trainings.start(tmp_path_factory.mktemp("whole"), "whole")
-    said, end = trainings.finish()
-    assert end == 0, said
-    return str(said["fingerprint"])
+    return trainings.fingerprint(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -497,19 +504,13 @@ def test_a_run_killed_three_times_at_random_moments_ends_as_if_nothing_had_happe
     trainings: Trainings, undisturbed: str, tmp_path: Path, seed: int
 ) -> None:
     draw = random.Random(seed)
-    killed = 0
-    while killed < 3:
+    for _ in range(3):
         trainings.start(tmp_path, "x", pause=0.01)
-        assert trainings.hear() == -1  # it has started
+        trainings.hear_step(-1)
         time.sleep(draw.uniform(0.0, 0.15))
         os.kill(trainings.pid, signal.SIGKILL)
-        _, end = trainings.finish()
-        assert end == -signal.SIGKILL
-        killed += 1
-    trainings.start(tmp_path, "x")
-    said, end = trainings.finish()
-    assert end == 0, said
-    assert said["fingerprint"] == undisturbed
+        assert trainings.finish()["end"] == -signal.SIGKILL
+    assert trainings.fingerprint(tmp_path) == undisturbed
     steps = [e["step"] for e in weft.Run.open(tmp_path / "x").events.read() if e["event"] == "step"]
     assert steps == list(range(24))
 
@@ -519,37 +520,25 @@ def test_ctrl_c_finishes_the_step_writes_a_checkpoint_and_the_run_can_go_on(
     trainings: Trainings, undisturbed: str, tmp_path: Path, number: signal.Signals
 ) -> None:
     trainings.start(tmp_path, "x", pause=0.02)
-    step = -1
-    while step < 8:
-        step = trainings.hear()
+    trainings.hear_step(8)
     os.kill(trainings.pid, number)
-    said, end = trainings.finish()
-    assert end == 0
-    assert said["error"] == "KeyboardInterrupt"
+    assert trainings.finish()["error"] == "KeyboardInterrupt"
     run = weft.Run.open(tmp_path / "x")
     assert run.state() == "stopped"
     last = list(run.events.read())[-1]
     assert last["event"] == "stopped"
     assert 9 <= last["at"] < 24
     assert run.checkpoints.steps()[-1] == last["at"]
-    trainings.start(tmp_path, "x")
-    said, _ = trainings.finish()
-    assert said["fingerprint"] == undisturbed
+    assert trainings.fingerprint(tmp_path) == undisturbed
 
 
 def test_a_second_ctrl_c_stops_at_once_and_the_run_can_go_on(
     trainings: Trainings, undisturbed: str, tmp_path: Path
 ) -> None:
     trainings.start(tmp_path, "x", pause=0.2)
-    step = -1
-    while step < 3:
-        step = trainings.hear()
+    trainings.hear_step(3)
     os.kill(trainings.pid, signal.SIGINT)
     time.sleep(0.05)
     os.kill(trainings.pid, signal.SIGINT)
-    said, end = trainings.finish()
-    assert end == 0
-    assert said["error"] == "KeyboardInterrupt"
-    trainings.start(tmp_path, "x")
-    said, _ = trainings.finish()
-    assert said["fingerprint"] == undisturbed
+    assert trainings.finish()["error"] == "KeyboardInterrupt"
+    assert trainings.fingerprint(tmp_path) == undisturbed

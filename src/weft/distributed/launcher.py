@@ -73,8 +73,6 @@ def launch(
     `EventsToParent`; those of steps that are done again after a restart come again. Nothing listens beyond loopback.
     """
     refuse_inside_a_stage()
-    if stages < 1 or restarts < 0:
-        raise TrainError(f"a launch needs stages >= 1 and restarts >= 0, not stages={stages} and restarts={restarts}")
     payload = pickled(call)
     variables = {
         "OMP_NUM_THREADS": str(threads),

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import ClassVar
 
 from weft.errors import ConsistencyError, nearest
@@ -27,6 +28,12 @@ class _Written:
 
     __slots__ = ()
     name: ClassVar[str]
+    least: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):  # type: ignore[arg-type]
+            if getattr(self, entry.name) < self.least:
+                raise ConsistencyError(f"{self}: {entry.name} is a whole number, {self.least} or more")
 
     def __str__(self) -> str:
         numbers = ", ".join(str(getattr(self, entry.name)) for entry in fields(self))  # type: ignore[arg-type]
@@ -46,10 +53,7 @@ class Delayed(_Written):
 
     steps: int
     name: ClassVar[str] = "delayed"
-
-    def __post_init__(self) -> None:
-        if self.steps < 0:
-            raise ConsistencyError(f"{self}: the delay is a number of steps, 0 or more")
+    least: ClassVar[int] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +63,6 @@ class Lagged(_Written):
     steps: int
     name: ClassVar[str] = "lagged"
 
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ConsistencyError(f"{self}: a window has 1 step or more")
-
 
 @dataclass(frozen=True, slots=True)
 class VirtualPipeline(_Written):
@@ -70,10 +70,6 @@ class VirtualPipeline(_Written):
 
     every: int
     depth: int
-
-    def __post_init__(self) -> None:
-        if self.every < 1 or self.depth < 1:
-            raise ConsistencyError(f"{self}: both are whole numbers, 1 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +176,7 @@ class VersionSchedule:
                 return self.m
 
 
+@lru_cache(4096)
 def version_schedule(consistency: Consistency, block: int, blocks: int, m: int, steps: int) -> VersionSchedule:
     """The schedule of a layer in the given block; raises ConsistencyError where the run cannot keep its consistency."""
     window = 1

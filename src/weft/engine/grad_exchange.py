@@ -70,12 +70,6 @@ def span_of(consistency: Consistency, m: int) -> int:
     return consistency.every if isinstance(consistency, VirtualPipeline) else m
 
 
-def squared_norm(gradients: list[Tensor]) -> Tensor:
-    """The square of a layer's norm, in double precision; 0 for one that is not finite, which is not applied."""
-    square = foreach.norm(gradients).double().square()
-    return torch.where(torch.isfinite(square), square, torch.zeros_like(square))
-
-
 class SharedSum(NamedTuple):
     """What a stage sends to another one: ``kind`` and ``number`` are those of its message."""
 
@@ -121,7 +115,9 @@ class GlobalNormClipper:
     def record(self, weights: VersionedLayer) -> None:
         local = self._local.setdefault(weights.slot, {})
         if weights.layer.name not in local:
-            local[weights.layer.name] = squared_norm(weights.mean_gradients())
+            square = foreach.norm(weights.mean_gradients()).double().square()
+            # A layer whose norm is not finite is not updated.
+            local[weights.layer.name] = torch.where(torch.isfinite(square), square, torch.zeros_like(square))
 
     def known(self, weights: VersionedLayer) -> bool:
         """Whether the sum that the update of a layer's finished slot uses is there."""

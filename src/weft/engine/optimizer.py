@@ -167,7 +167,6 @@ class LayerOptimizer:
         self._aliases = dict(aliases or {})
         self._optimizers: list[torch.optim.Optimizer] = []
         self._group: dict[int, tuple[int, int]] = {}
-        self._full: list[list[list[nn.Parameter]]] = []
         self._base: list[list[float]] = []
         separate = separate or {}
         common = {name: p for name, p in self.parameters.items() if name not in separate}
@@ -205,7 +204,6 @@ class LayerOptimizer:
             for parameter in group:
                 self._group[id(parameter)] = (len(self._optimizers), index)
         self._optimizers.append(optimizer)
-        self._full.append(members)
         self._base.append([float(group["lr"]) for group in optimizer.param_groups])
 
     def apply(self, parameters: Sequence[nn.Parameter], gradients: Iterable[Tensor], factor: float) -> None:
@@ -243,17 +241,16 @@ class LayerOptimizer:
         """Where plain gradient descent with the optimizer's weight decay and momentum would go, without going."""
         directions = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            optimizer, index = self._group[id(parameter)]
-            group = self._optimizers[optimizer].param_groups[index]
+            optimizer, index = self.optimizer(parameter)
+            group = optimizer.param_groups[index]
             direction = gradient + float(group.get("weight_decay") or 0.0) * parameter.detach()
-            velocity = self._optimizers[optimizer].state.get(parameter, {}).get("momentum_buffer")
+            velocity = optimizer.state.get(parameter, {}).get("momentum_buffer")
             directions.append(direction if velocity is None else direction + float(group["momentum"]) * velocity)
         return directions
 
     def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """The optimizer's state of a parameter, plain numbers under names with a "!"; empty before its first update."""
-        optimizer = self._optimizers[self._group[id(parameter)][0]]
-        entry: Mapping[str, Any] = optimizer.state.get(parameter, {})
+        entry: Mapping[str, Any] = self.optimizer(parameter)[0].state.get(parameter, {})
         tensors = {key: value for key, value in entry.items() if isinstance(value, Tensor)}
         numbers = {key: value for key, value in entry.items() if isinstance(value, int | float)}
         return tensors | {
@@ -263,17 +260,14 @@ class LayerOptimizer:
 
     def load(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Puts back what ``state`` gave, by parameter name."""
-        names = {id(p): name for name, p in self.parameters.items()}
-        for number, optimizer in enumerate(self._optimizers):
-            for group, members in zip(optimizer.param_groups, self._full[number], strict=True):
-                group["params"] = list(members)
-            # Not by load_state_dict, which would cast every state, such as NAdam's product, to the parameter's type.
-            for group in optimizer.param_groups:
+        # Not by load_state_dict, which would cast every state, such as NAdam's product, to the parameter's type.
+        for name, p in self.parameters.items():
+            if saved := states.get(name):
+                optimizer, index = self.optimizer(p)
+                group = optimizer.param_groups[index]
                 counts_on_device = bool(group.get("capturable") or group.get("fused"))
-                for p in group["params"]:
-                    if saved := states.get(names[id(p)]):
-                        restored = {key: _restored(key, value, p, counts_on_device) for key, value in saved.items()}
-                        optimizer.state[p] = {key.removesuffix("!"): value for key, value in restored.items()}
+                restored = {key: _restored(key, value, p, counts_on_device) for key, value in saved.items()}
+                optimizer.state[p] = {key.removesuffix("!"): value for key, value in restored.items()}
 
 
 def fuses(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], parameters: Iterable[nn.Parameter]) -> bool:

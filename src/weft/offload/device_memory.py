@@ -6,7 +6,7 @@ computation, that read it last is done: events stand for these, and only the nex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -48,8 +48,8 @@ class DeviceMemory:
         self.loaded_bytes = self.evicted_bytes = self.peak_bytes = 0
         self.on_change: OnChange | None = None
         self.capacity = capacity
-        self._policy = EvictionPolicy(capacity, lambda block: block.pinned, next_use)
-        self._allocator = self._policy.allocator
+        self.policy = EvictionPolicy(capacity, lambda block: block.pinned, next_use)
+        self._allocator = self.policy.allocator
         self._reserve: AddressAllocator[MemoryBlock] = AddressAllocator(reserve)
         self._freed: list[tuple[AddressSpan, list[CopyEvent]]] = []
 
@@ -79,13 +79,9 @@ class DeviceMemory:
         """Where a block on the device begins, in bytes of the storage."""
         return self._storage_offset + self._span(block).start
 
-    def reprioritize(self, blocks: Iterable[MemoryBlock]) -> None:
-        """To be called when the next use of these may be farther away than before."""
-        self._policy.reprioritize(blocks)
-
     def load(self, blocks: Sequence[MemoryBlock]) -> bool:
         """Brings all of these to the device; False, with nothing changed, where they cannot be there together."""
-        relocation = self._policy.place({block: block.size for block in blocks})
+        relocation = self.policy.place({block: block.size for block in blocks})
         if relocation is None:
             return False
         for block, span in relocation.evictions:
@@ -131,14 +127,14 @@ class DeviceMemory:
     def take_spare(self, spare: MemoryBlock, block: MemoryBlock) -> None:
         """A block takes the place of spare room."""
         self._wait_writable(spare)
-        self._policy.place_at(block, self._allocator.free(spare))
+        self.policy.place_at(block, self._allocator.free(spare))
 
     def copy_on_write(self, main: MemoryBlock, spare: MemoryBlock, version: MemoryBlock) -> None:
         """Copies a layer's block into spare room, where updates go on; the old weights stay as an older version."""
         self._wait_writable(spare)
         old, new = self._allocator.free(main), self._allocator.free(spare)
-        self._policy.place_at(version, AddressSpan(old.start, version.size))
-        self._policy.place_at(main, new)
+        self.policy.place_at(version, AddressSpan(old.start, version.size))
+        self.policy.place_at(main, new)
         length = len(main.copied_host)
         self._bytes_at(new, length).copy_(self._bytes_at(old, length))
         if version.size < old.size:
@@ -185,7 +181,7 @@ class DeviceMemory:
         block.dirty, block.loaded, block.last_use = False, None, None
         if any(event is not None for event in events):
             self._freed.append((span, events))
-        block.layer.bind_to_host(block)
+        block.layer.rebind(block)
         if self.on_change is not None:
             self.on_change("leaving", block)
 
@@ -199,7 +195,7 @@ class DeviceMemory:
         after.append(block.evicted)
         block.loaded = self.copy_engine.to_device(self._bytes_at(span, len(source)), source, after)
         self.loaded_bytes += len(source)
-        block.layer.bind_to_device(block)
+        block.layer.rebind(block)
         if self.on_change is not None:
             self.on_change("arriving", block)
 

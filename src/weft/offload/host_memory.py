@@ -65,7 +65,11 @@ def allocate_host(size: int, pin: bool) -> Tensor:
         )
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if pin:
-        problem = pin_memory(memory)
+        try:
+            code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[no-untyped-call]
+            problem = f"CUDA error {code}" if code else ""
+        except (RuntimeError, AssertionError) as error:
+            problem = str(error).splitlines()[0]
         if problem:
             log.warning(
                 "%s of host memory cannot be pinned (%s): copies then go through a buffer of the driver, at about half "
@@ -76,12 +80,3 @@ def allocate_host(size: int, pin: bool) -> Tensor:
         else:
             pages.pinned_at = memory.data_ptr()
     return memory
-
-
-def pin_memory(memory: Tensor) -> str:
-    """Pins memory in place; returns the reason where that fails, else an empty text."""
-    try:
-        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[no-untyped-call]
-    except (RuntimeError, AssertionError) as problem:
-        return str(problem).splitlines()[0]
-    return "" if code == 0 else f"CUDA error {code}"

@@ -135,18 +135,17 @@ class LayerMemory:
                 self._device.copy_engine.synchronize(block.evicted)
                 block.evicted = None
 
-    def bind_to_device(self, block: MemoryBlock) -> None:
+    def rebind(self, block: MemoryBlock) -> None:
+        """Binds the tensors of a block to where it is now: on the device, or on the host."""
+        there = self._device.holds(block)
         if block is self.main:
-            self._bind(self._device.byte_offset(block))
-        else:
-            self._bind_version(block, self._device.bytes_of(block))
-
-    def bind_to_host(self, block: MemoryBlock) -> None:
-        assert block.host is not None
-        if block is self.main:
-            self._bind(None)
-        else:
-            self._bind_version(block, block.host)
+            self._bind(self._device.byte_offset(block) if there else None)
+            return
+        memory = self._device.bytes_of(block) if there else block.host
+        assert block.version is not None
+        assert memory is not None
+        for tensor, slot in zip(self.weights.kept[block.version], self._trained_slots, strict=True):
+            tensor.data = slot.view(memory)
 
     def stash(self, begin: int) -> list[Tensor]:
         """Before an update: memory of its own for the newest version, which becomes an older one.
@@ -239,8 +238,3 @@ class LayerMemory:
             memory = self._device.bytes_of(self.main)
             casts = [None if slot is None else slot.view(memory) for slot in self.layout.casts]
             inplace.rebind(casts, [slot.view(memory) for slot in self.layout.backups if slot is not None])
-
-    def _bind_version(self, block: MemoryBlock, memory: Tensor) -> None:
-        assert block.version is not None
-        for tensor, slot in zip(self.weights.kept[block.version], self._trained_slots, strict=True):
-            tensor.data = slot.view(memory)

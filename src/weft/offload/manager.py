@@ -92,8 +92,11 @@ class OffloadManager:
         self._background = BackgroundWorker(device)
         self._ready: deque[int] = deque()
         """Micro-batches that have their layers and have not started, in stream order."""
-        self._next = self._total = 0
-        """The next micro-batch to get its layers, and the end of the run."""
+        self._put_back: deque[int] = deque()
+        """Micro-batches that had their layers and lost them before they started, in stream order. Later ones may be in
+        flight, so these come again by themselves."""
+        self._beyond = self._total = 0
+        """The first micro-batch that never had its layers, and the end of the run."""
         self._layers_of: dict[int, list[LayerMemory]] = {}
         self._held = 0
         self._copies_late = False
@@ -114,10 +117,11 @@ class OffloadManager:
         while self._ready:
             self._back_off()
         self._layers_of.clear()
-        self._next, self._total = first, total
+        self._put_back.clear()
+        self._beyond, self._total = first, total
         self._next_uses = NextUses(self._route, first, total)
         self._next_uses.advance_to(first)
-        self.device.reprioritize(self.device.blocks)
+        self.device.policy.reprioritize(self.device.blocks)
         self._full = False
         if self._config.prefetch and total:
             self.prefetch()
@@ -125,7 +129,7 @@ class OffloadManager:
     def can_start(self, n: int) -> bool:
         """Whether the layers of a micro-batch are on the device, or can be brought there now."""
         while n >= self._next:
-            if self._next >= self._total or not self._admit(self._next, ahead=False):
+            if not self._admit(ahead=False):
                 return False
         return True
 
@@ -134,7 +138,7 @@ class OffloadManager:
         assert admitted, f"micro-batch {n} started without its layers"
         self._ready.remove(n)
         passed = [self.layers[name] for name in self._next_uses.advance_to(n) if name in self.layers]
-        self.device.reprioritize([block for layer in passed for block in (layer.main, *layer.versions.values())])
+        self.device.policy.reprioritize([block for layer in passed for block in (layer.main, *layer.versions.values())])
         layers = self._layers(n)
         self.uses += len(layers)
         self._copies_late = not all(self.device.copy_engine.done(layer.main.loaded) for layer in layers)
@@ -157,7 +161,7 @@ class OffloadManager:
     def prefetch(self) -> None:
         """Loads the layers of the next micro-batches, as far as there is room."""
         while len(self._ready) < self._config.prefetch and self._next < self._total:
-            self._full = not self._admit(self._next, ahead=True)
+            self._full = not self._admit(ahead=True)
             if self._full:
                 return
 
@@ -241,7 +245,15 @@ class OffloadManager:
             layers = self._layers_of[n] = [self.layers[name] for name in names if name in self.layers]
         return layers
 
-    def _admit(self, n: int, ahead: bool) -> bool:
+    @property
+    def _next(self) -> int:
+        """The next micro-batch to get its layers."""
+        return self._put_back[0] if self._put_back else self._beyond
+
+    def _admit(self, ahead: bool) -> bool:
+        n = self._next
+        if n >= self._total:
+            return False
         layers = self._layers(n)
         held = self._held + sum(layer.main.size for layer in layers if not layer.users)
         limit = FILL_LIMIT if ahead and len(self._ready) >= FIRST else 1.0
@@ -266,7 +278,10 @@ class OffloadManager:
         if waits:
             self._misses += len(blocks) - present
         self._ready.append(n)
-        self._next += 1
+        if self._put_back:
+            self._put_back.popleft()
+        else:
+            self._beyond += 1
         return True
 
     def _pin(self, layers: Sequence[LayerMemory]) -> None:
@@ -287,9 +302,10 @@ class OffloadManager:
             layer.wait(None)
 
     def _back_off(self) -> None:
-        self._next = self._ready.pop()
-        for layer in self._layers(self._next):
-            self._remove_user(layer, self._next)
+        n = self._ready.pop()
+        for layer in self._layers(n):
+            self._remove_user(layer, n)
+        self._put_back.appendleft(n)
 
     def _remove_user(self, layer: LayerMemory, n: int) -> None:
         layer.users.remove(n)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,12 +43,12 @@ def profile_chain(
         for block in chain.blocks:
             following: Activations | None = None
             for name in block.candidates():
-                outputs, spent = _measure(
-                    chain, name, activations, extra_inputs(chain.layers[name], batch, subnet), optimizers.get(name)
-                )
+                layer = chain.layers[name]
+                run = partial(run_layer, layer, chain.module(name), extras=extra_inputs(layer, batch, subnet))
+                outputs, spent = _measure(run, activations, _trained(chain, name).values(), optimizers.get(name))
                 if loss is not None and block is chain.blocks[-1]:
-                    loss_time = _measure_loss(loss, outputs, batch)
-                    spent = (spent[0] + loss_time[0], spent[1] + loss_time[1])
+                    _, more = _measure(partial(_loss, loss, batch), outputs)
+                    spent = (spent[0] + more[0], spent[1] + more[1])
                 times[name].append(spent)
                 following = following or tuple(x.detach().requires_grad_(x.requires_grad) for x in outputs)
             activations = following or activations
@@ -58,28 +59,27 @@ def profile_chain(
 
 
 def _measure(
-    chain: Chain, name: str, activations: Activations, extra: Mapping[str, Any], layer_optimizer: LayerOptimizer | None
+    run: Callable[[Activations], Activations],
+    activations: Activations,
+    trained: Iterable[nn.Parameter] = (),
+    layer_optimizer: LayerOptimizer | None = None,
 ) -> tuple[Activations, tuple[float, float]]:
-    trained = list(_trained(chain, name).values())
+    """The outputs, and the seconds of the forward and of the backward with its update."""
+    parameters = list(trained)
     leaves = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in activations)
     inputs = detached_entry(leaves)
     began = _clock(inputs)
-    outputs = run_layer(chain.layers[name], chain.module(name), inputs, extra)
+    outputs = run(inputs)
     between = _clock(outputs)
-    gradients = _backward(outputs, [*trained, *(x for x in leaves if x.requires_grad)])
-    pairs = [(p, g) for p, g in zip(trained, gradients, strict=False) if g is not None]
+    gradients = _backward(outputs, [*parameters, *(x for x in leaves if x.requires_grad)])
+    pairs = [(p, g) for p, g in zip(parameters, gradients, strict=False) if g is not None]
     if layer_optimizer is not None and pairs:
         layer_optimizer.apply([p for p, _ in pairs], [g for _, g in pairs], 1.0)
     return outputs, (between - began, _clock(outputs) - between)
 
 
-def _measure_loss(loss: Loss, outputs: Activations, batch: Batch) -> tuple[float, float]:
-    leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in outputs)
-    began = _clock(leaves)
-    value = loss(leaves[0] if len(leaves) == 1 else leaves, batch)
-    between = _clock((value,))
-    _backward((value,), [x for x in leaves if x.requires_grad])
-    return between - began, _clock(leaves) - between
+def _loss(loss: Loss, batch: Batch, outputs: Activations) -> Activations:
+    return (loss(outputs[0] if len(outputs) == 1 else outputs, batch),)
 
 
 def message_seconds(size: float, repeats: int = 5) -> float:

@@ -36,7 +36,6 @@ class Workload:
     costs: Costs | None = None
     sizes: Sequence[float] | None = None
     """Bytes that enter each block in the forward of one micro-batch, and leave it as gradients in its backward."""
-    _schedules: dict[tuple[Consistency, int], VersionSchedule] = field(default_factory=dict, init=False, repr=False)
     _shares: dict[Cut, Shares] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -52,7 +51,7 @@ class Workload:
             for block, layer in shares(n)[stage]:
                 consistency = self.consistency(layer)
                 if consistency is not None:
-                    at = self._schedule(consistency, block)
+                    at = version_schedule(consistency, block, self.blocks, self.microbatches, self.steps)
                     used.append(LayerDependency(layer, at.slot(n), at.forward_reads(n), at.backward_reads(n)))
             return used
 
@@ -68,7 +67,8 @@ class Workload:
         stages = len(cut) + 1
         if max_in_flight < stages - stage or not single_copy(self.consistencies(), cut, self.blocks):
             return None
-        at = self._schedule(next(iter(self.consistencies())), (0, *cut)[stage])
+        one, block = next(iter(self.consistencies())), (0, *cut)[stage]
+        at = version_schedule(one, block, self.blocks, self.microbatches, self.steps)
         return lambda kind, n: forwards_to_await(at, kind, n)
 
     def stage_costs(self, cut: Cut, n: int) -> list[tuple[float, float]]:
@@ -116,13 +116,6 @@ class Workload:
             self._shares[cut] = lru_cache(1024)(divide)
         return self._shares[cut]
 
-    def _schedule(self, consistency: Consistency, block: int) -> VersionSchedule:
-        key = (consistency, block)
-        if key not in self._schedules:
-            made = version_schedule(consistency, block, self.blocks, self.microbatches, self.steps)
-            self._schedules[key] = made
-        return self._schedules[key]
-
 
 def chain_workload(
     chain: Chain,
@@ -140,10 +133,8 @@ def chain_workload(
         subnets = stream[n // microbatches]
         return [(layer.block, layer.name) for layer in chain.route(subnets[n % microbatches % len(subnets)])]
 
-    def consistency_of(layer: Hashable) -> Consistency | None:
-        return consistency[str(layer)] if layer in trained else None
-
-    return Workload(len(chain.blocks), microbatches, steps, picks, consistency_of, costs, sizes)
+    rules: Mapping[Hashable, Consistency] = {name: consistency[name] for name in trained}
+    return Workload(len(chain.blocks), microbatches, steps, picks, rules.get, costs, sizes)
 
 
 # One copy of the weights is enough under ``bounded`` where the real pipeline is the virtual one.

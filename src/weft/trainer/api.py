@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from weft.data import Data, as_data
-from weft.distributed.env import DistEnv, read_env
+from weft.distributed.env import read_env
 from weft.distributed.store import ControlStore, refuse_inside_a_stage
 from weft.engine.train_step import TrainStep
 from weft.errors import CheckpointError, TrainError
@@ -104,9 +104,12 @@ def train(
     if stages == 1:
         return _train_here(net, data, parts, callbacks, resume)
     job = LaunchSpec(net, data, config, execution, kept, resume)
-    if me is not None:
-        return _train_stage(job, me, callbacks)
-    return _start_stages(job, stages, callbacks)
+    if me is None:
+        return _start_stages(job, stages, callbacks)
+    path, digest = run_stage(job, me, callbacks)
+    directory = Run.open(path, keep=kept.keep_checkpoints)
+    # Only the first process gets all weights back: the whole supernet may be too large to have it everywhere.
+    return _finished(directory, job, as_data(data, config.seed), digest, built=me.rank == 0)
 
 
 def load_run(path: Path | str, net: Chain | Factory, data: Any, **options: Any) -> TrainedRun:
@@ -196,14 +199,6 @@ def _train_here(
     return TrainedRun(run, chain, loaded, config, execution, step, net, digest)
 
 
-def _train_stage(job: LaunchSpec, me: DistEnv, callbacks: Sequence[Callback]) -> TrainedRun:
-    """Trains one stage in this process, which torchrun or srun has started. Only the first one gets all weights back,
-    since the whole supernet may be too large to have it everywhere."""
-    path, digest = run_stage(job, me, callbacks)
-    run = Run.open(path, keep=job.run.keep_checkpoints)
-    return replace(_finished(run, job, as_data(job.data, job.config.seed), built=me.rank == 0), fingerprint=digest)
-
-
 def _start_stages(job: LaunchSpec, stages: int, callbacks: Sequence[Callback]) -> TrainedRun:
     """Trains on stages that are started here, each in a process of its own."""
     refuse_inside_a_stage()
@@ -222,15 +217,15 @@ def _start_stages(job: LaunchSpec, stages: int, callbacks: Sequence[Callback]) -
     del chain
     open_it = partial(open_run, kept, described, torch.device(execution.device), resume)
     run, digest = run_stages(stages, replace(job, run=kept, resume=True), open_it, callbacks)
-    return replace(_finished(run, job, data), fingerprint=digest)
+    return _finished(run, job, data, digest)
 
 
-def _finished(run: Run, job: LaunchSpec, data: Data, built: bool = True) -> TrainedRun:
+def _finished(run: Run, job: LaunchSpec, data: Data, digest: str, built: bool = True) -> TrainedRun:
     """The run of a job with its weights, or without where it is not ``built``."""
     config, execution = job.config, job.execution
     chain = _chain(job.net, config.seed, execution, run if built else None)
     step = resolve(config, chain, job.run.metrics)
-    return TrainedRun(run, chain, data, config, execution, step, job.net)
+    return TrainedRun(run, chain, data, config, execution, step, job.net, digest)
 
 
 def _chain(net: Chain | Factory, seed: int, execution: Execution, weights: Run | None) -> Chain:
