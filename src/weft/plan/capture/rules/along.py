@@ -74,6 +74,37 @@ def triangle(call: OpCall) -> IterationSpace | None:
     return along(call, frozenset({rank - 2, rank - 1}))
 
 
+_PLACED: dict[str, tuple[str, tuple[str, ...], float]] = {  # kind, arguments that name axes, operations per element
+    "diff": ("along", ("dim",), 1.0),
+    "unfold": ("view", ("dimension",), 0.0),
+    "diagonal": ("view", ("dim1", "dim2"), 0.0),
+    "cosine_similarity": ("along", ("dim",), 6.0),
+    "one_hot": ("copy", (), 0.0),
+}
+
+
+@rule(*_PLACED)
+def placed(call: OpCall) -> IterationSpace | None:
+    """The axes that are named are whole. A result has them, or lacks them; axes that are new come last."""
+    value, rank = call.operands[0], call.results[0].rank
+    pair = call.target == "aten.cosine_similarity"
+    if len(call.operands) != 1 + pair or any(other.shape != value.shape for other in call.operands):
+        return None
+    kind, arguments, cost = _PLACED[call.target.split(".")[1]]
+    axes = frozenset(call.axis(value.rank, name) for name in arguments)
+    labels = names("a", value.rank)
+    kept = _without(labels, axes, value.rank if rank >= value.rank else value.rank - len(axes))
+    return iteration_space(
+        call,
+        kind,
+        [labels] * len(call.operands),
+        [(*kept, *(None,) * (rank - len(kept)))],
+        unsplittable=[labels[axis] for axis in axes],
+        flops=cost * value.elements,
+        saved_operands=(0, 1) if pair else (),
+    )
+
+
 @rule("sum", "mean")
 def total(call: OpCall) -> IterationSpace | None:
     """Kind "sum", or "mean": the mean of a part must be divided by the number of parts before parts are added."""

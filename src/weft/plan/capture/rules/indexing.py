@@ -135,3 +135,27 @@ def scatter(call: OpCall) -> IterationSpace | None:
         reads.append((None,) * other.rank if (flat and number == 0) or other.rank == 0 else axes)
     whole = [name for name, kept in zip(labels, same, strict=True) if not kept]
     return iteration_space(call, "copy", reads, [labels], unsplittable=whole, saved_operands=[1])
+
+
+@rule("searchsorted", "bucketize")
+def search(call: OpCall) -> IterationSpace | None:
+    """Each entry is looked up in a sorted vector, which is the second operand of bucketize."""
+    labels = names("a", call.results[0].rank)
+    reads: list[AxisNames] = [labels, (None,)] if call.target == "aten.bucketize" else [(None,), labels]
+    if [len(axes) for axes in reads] != [value.rank for value in call.operands]:
+        return None
+    return iteration_space(call, "copy", reads, [labels])
+
+
+@rule("cdist", "_cdist_forward")
+def distances(call: OpCall) -> IterationSpace | None:
+    """``(b..., p, m), (b..., r, m) -> (b..., p, r)``; the points' axis is whole."""
+    result = call.results[0]
+    batch = names("b", result.rank - 2)
+    one, two = (broadcast(value.shape[:-2], result.shape[:-2], batch) for value in call.operands)
+    if one is None or two is None:
+        return None
+    return iteration_space(
+        call, "along", [(*one, "p", "m"), (*two, "r", "m")], [(*batch, "p", "r")], unsplittable=("m",),
+        flops=3.0 * result.elements * call.operands[0].shape[-1], saved_operands=[0, 1], saved_results=[0],
+    )  # fmt: skip

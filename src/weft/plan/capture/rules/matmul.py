@@ -150,6 +150,12 @@ def _axes(term: str, rank: int, dots: int) -> tuple[str, ...]:
     return (*before, *(names("dot", dots)[dots - count :] if found else ()), *after)
 
 
+@rule("outer")
+def outer(call: OpCall) -> IterationSpace | None:
+    """``(m), (n) -> (m, n)``."""
+    return product(call, [("m",), ("n",)], ("m", "n"), factors=(0, 1))
+
+
 @rule(
     "scaled_dot_product_attention _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_attention_math _scaled_dot_product_cudnn_attention"

@@ -98,3 +98,14 @@ def patches(call: OpCall) -> IterationSpace | None:
         [(*leading, *(None,) * inner)],
         [(*leading, *(None,) * (result.rank - len(leading)))],
     )
+
+
+@rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
+def sample(call: OpCall) -> IterationSpace | None:
+    """Images and channels are free; where to look is given for each image."""
+    inner = names("i", call.operands[0].rank - 2)
+    unnamed: AxisNames = (None,) * len(inner)
+    return iteration_space(
+        call, "pool", [("n", "c", *inner), ("n", *unnamed, None)], [("n", "c", *unnamed)], unsplittable=inner,
+        flops=8.0 * call.results[0].elements, saved_operands=[0, 1],
+    )  # fmt: skip
