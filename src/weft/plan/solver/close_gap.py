@@ -18,18 +18,18 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.errors import PlanError
 from weft.plan.solver.branch_and_bound import expanded, restricted
 from weft.plan.solver.compression import Partition, PartitionCache
 from weft.plan.solver.elimination import Elimination
 from weft.plan.solver.lagrangian import BoundedSolution, Minimizer, costs_at, lagrangian, layer_order, near
 from weft.plan.solver.ordering import EliminationStep
-from weft.plan.solver.problem import Effort, Index, Problem, Table
+from weft.plan.solver.problem import Effort, Index, OverLimit, Problem, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,18 +182,13 @@ def _least(excess: Table, count: int) -> tuple[Index, float]:
 
 
 MakeMinimizer = Callable[[Problem], Minimizer]
-FindLightest = Callable[[Problem], list[int]]
 
 
 def branch_on_vertex(
-    problem: Problem,
-    found: BoundedSolution,
-    minimum: MakeMinimizer,
-    lightest: FindLightest,
-    effort: Effort,
+    problem: Problem, found: BoundedSolution, minimum: MakeMinimizer, effort: Effort
 ) -> BoundedSolution:
     """What was found with one price, with the bound raised and the cost lowered until they are within the gap, or to
-    the deadline. ``minimum`` solves cases without the limit, ``lightest`` gives an assignment within it or raises."""
+    the deadline. ``minimum`` solves cases without the limit."""
     cases: list[tuple[float, int, list[Index]]] = []
     closed, made = found.cost, 0  # the least bound of all cases that are done with, how many there were
     node, kept = found, [np.arange(len(costs)) for costs in problem.unary]
@@ -214,7 +209,9 @@ def branch_on_vertex(
                 bound = min([closed, found.cost, *[least for least, _, _ in cases]])
                 return replace(found, bound=max(found.bound, bound))
             least, _, kept = heapq.heappop(cases)
-            solved = _solved(restricted(problem, kept), minimum, lightest, effort)
+            part = restricted(problem, kept)
+            with suppress(OverLimit):
+                solved = lagrangian(part, minimum(part), effort)
         node = replace(
             solved,
             assignment=expanded(kept, solved.assignment),
@@ -224,13 +221,6 @@ def branch_on_vertex(
         )
 
 
-def _solved(part: Problem, minimum: MakeMinimizer, lightest: FindLightest, effort: Effort) -> BoundedSolution | None:
-    try:
-        return lagrangian(part, minimum(part), lightest(part), effort)
-    except PlanError:  # nothing in this case is within the limit
-        return None
-
-
 def _bound(problem: Problem, case: list[Index], node: BoundedSolution, minimum: MakeMinimizer, effort: Effort) -> float:
     """The bound of a case at the price of what it is a case of."""
     if effort.over:
@@ -238,7 +228,7 @@ def _bound(problem: Problem, case: list[Index], node: BoundedSolution, minimum: 
     part = restricted(problem, case)
     try:
         return max(node.bound, minimum(part)(costs_at(part, node.price)).bound - node.price * problem.limit)
-    except PlanError:
+    except OverLimit:
         return math.inf
 
 
