@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -129,17 +129,13 @@ def close(mine: Tensor, whole: Tensor) -> bool:
     return torch.allclose(mine, whole, rtol=2e-4, atol=2e-5 * scale, equal_nan=True)
 
 
-def differences(
-    results: list[Tensor], whole: list[Tensor], backs: list[Tensor | None], gradients: list[Tensor | None]
-) -> Iterator[str]:
-    for index, (mine, theirs) in enumerate(zip(results, whole, strict=True)):
-        if not close(mine, theirs.detach()):
-            yield f"result {index}"
-    for index, (back, gradient) in enumerate(zip(backs, gradients, strict=True)):
-        if (back is None) != (gradient is None):
-            yield f"gradient of operand {index} is there in one way only"
-        elif back is not None and gradient is not None and not close(back, gradient):
-            yield f"gradient of operand {index}"
+def differences(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> list[int]:
+    """The numbers of those that are apart, or there in one way only."""
+    return [
+        number
+        for number, (mine, whole) in enumerate(zip(found, wanted, strict=True))
+        if (mine is None) != (whole is None) or (mine is not None and whole is not None and not close(mine, whole))
+    ]
 
 
 def check(
@@ -156,9 +152,8 @@ def check(
         plain = program.call(op, node, (REPLICATED,), Mesh((1,)))
         constants = fill_operands([plain.args, plain.kwargs], lambda operand: None)
         key = repr((entry.target, entry.dims, [read.tensor for read in entry.reads], entry.outputs, constants))
-        if module not in ("", entry.module) or all(dim.parts == 1 for dim in entry.dims) or key in seen:
-            continue
-        if is_random(plain) or "empty" in entry.target:
+        unsplit = all(dim.parts == 1 for dim in entry.dims)
+        if module not in ("", entry.module) or unsplit or key in seen or is_random(plain) or "empty" in entry.target:
             continue
         seen.add(key)
         read = list(operands([plain.args, plain.kwargs]))
@@ -183,7 +178,8 @@ def check(
                 except Exception as problem:  # to run in parts not at all is as wrong as to run wrongly
                     wrong.append(f"{label}: {problem!r}")
                     continue
-                wrong += [f"{label}: {what}" for what in differences(results, whole, backs, gradients)]
+                wrong += [f"{label}: result {each}" for each in differences(results, whole)]
+                wrong += [f"{label}: gradient of operand {each}" for each in differences(backs, gradients)]
     return checked, wrong
 
 

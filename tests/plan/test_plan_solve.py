@@ -88,15 +88,6 @@ def agrees(problem: Problem, entries: int) -> None:
     assert found.entries <= entries  # no table is above what is allowed
 
 
-def test_two_layers_that_would_each_do_best_alone_agree_when_moving_costs_more():
-    split, whole = 0, 1
-    alone = (np.array([0.0, 3.0]), np.array([2.0, 0.0]))
-    moved = {(0, 1): np.array([[0.0, 9.0], [9.0, 0.0]])}
-    found = solve(Problem(alone, moved))
-    assert (found.assignment, found.cost, found.bound, found.optimal) == ((split, split), 2.0, 2.0, True)
-    assert solve(Problem(alone, {})).assignment == (split, whole)
-
-
 def test_a_limit_is_kept_at_the_least_cost_or_refused_with_the_least_weight():
     problem = Problem((np.array([0.0, 5.0]),) * 3, {}, (np.array([4.0, 1.0]),) * 3, limit=9.0)
     found = solve(problem)
@@ -121,7 +112,7 @@ def test_a_choice_that_decides_for_all_layers_is_bounded_case_by_case():
 def test_the_optimum_is_that_of_brute_force(kind: str, entries: int):
     for number in range(24):
         draw = rng.generator("solve", kind, number)
-        count = int(draw.integers(1, 7))
+        count = int(draw.integers(0, 7))
         agrees(problem_of(kind, count, draw, weigh=number % 2 == 0), entries)
 
 
@@ -180,24 +171,12 @@ def test_a_vertex_that_all_layers_read_costs_as_many_entries_as_it_has_classes_n
 
 
 @pytest.mark.parametrize(
-    ("unary", "pairs", "weights", "says"),
-    [
-        ((np.zeros(0),), {}, None, "no configuration"),
-        ((np.zeros(2),) * 2, {(1, 0): np.zeros((2, 2))}, None, "the lower one first"),
-        ((np.zeros(2),) * 2, {(0, 1): np.zeros((2, 3))}, None, r"a table of \(2, 3\)"),
-        ((np.zeros(2),), {}, (np.array([0.0, -1.0]),), "for each configuration"),
-        ((np.array([0.0, math.nan]),), {}, None, "not a finite number"),
-        ((np.zeros(2),) * 2, {(0, 1): np.full((2, 2), math.inf)}, None, "not a finite number"),
-    ],
+    ("unary", "pairs"),
+    [((np.array([0.0, math.nan]),), {}), ((np.zeros(2),) * 2, {(0, 1): np.full((2, 2), math.inf)})],
 )
-def test_a_problem_that_is_none_is_refused(unary, pairs, weights, says):
-    with pytest.raises(PlanError, match=says):
-        solve(Problem(unary, pairs, weights, 1.0))
-
-
-def test_a_problem_without_vertices_costs_nothing():
-    found = solve(Problem((), {}))
-    assert (found.assignment, found.cost, found.optimal) == ((), 0.0, True)
+def test_a_cost_that_is_not_finite_is_refused(unary, pairs):
+    with pytest.raises(PlanError, match="not a finite number"):
+        solve(Problem(unary, pairs))
 
 
 def test_equal_tables_are_compressed_once_and_others_apart():

@@ -13,7 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 
+import msgspec
 import numpy as np
 
 from weft.hardware.machine import Machine
@@ -92,8 +94,8 @@ def solve_config(
             break
         picked = (
             free
-            if found.weight(free.assignment) <= total
-            else solve(found.problem(total), tolerance=tolerance, time_limit=seconds)
+            if (limited := found.problem(total)).weight(free.assignment) <= total
+            else solve(limited, tolerance=tolerance, time_limit=seconds)
         )
         if share == 1.0 and not reserved:
             bound = max(bound, picked.bound)  # of a tighter limit than there is, it would be none
@@ -194,7 +196,7 @@ def solve_stages(
             break
         if made.cost.step_time < best.cost.step_time:
             bound = min(found.cost.lower_bound, made.cost.step_time)
-            best = replace(made, cost=replace(made.cost, lower_bound=bound))
+            best = replace(made, cost=msgspec.structs.replace(made.cost, lower_bound=bound))
     return best
 
 
@@ -319,10 +321,8 @@ def _choices(graph: Graph, request: PlanRequest) -> Iterator[tuple[int, Mesh, in
             grids = [Mesh(request.options.mesh)] if math.prod(request.options.mesh) == share else []
         else:
             grids = meshes(share, 3 if share <= _MANY else 2)
-        for count in [request.options.microbatches] if request.options.microbatches else _pieces(size, stages):
-            for mesh in grids:
-                for recompute in recomputes:
-                    yield stages, mesh, count, recompute
+        pieces = [request.options.microbatches] if request.options.microbatches else _pieces(size, stages)
+        yield from ((stages, mesh, count, again) for count, mesh, again in product(pieces, grids, recomputes))
 
 
 def _counts(graph: Graph, devices: int) -> list[int]:

@@ -6,11 +6,11 @@ tables.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -52,10 +52,9 @@ class TrainingSpec:
         return 0.5 if tensor.itemsize == 4 and self.dtype in ("bfloat16", "float16") else 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class PlanCost:
-    """Seconds of a step as predicted, and bytes of the fullest device. No plan with this mesh, these stages and
-    micro-batches takes less than ``lower_bound`` seconds."""
+class PlanCost(msgspec.Struct, frozen=True, rename={"step_time": "step", "lower_bound": "bound"}):
+    """Seconds of a step as predicted, and bytes of the fullest device; a file has it with the keys of format 1. No plan
+    with this mesh, these stages and micro-batches takes less than ``lower_bound`` seconds."""
 
     step_time: float
     compute: float
@@ -86,10 +85,6 @@ class Tables:
     def chosen(self, assignment: Sequence[int]) -> tuple[OpSplit, ...]:
         """The splits of an assignment."""
         return tuple(splits[k] for splits, k in zip(self.splits, assignment, strict=True))
-
-    def weight(self, assignment: Sequence[int]) -> float:
-        """Bytes of a device under an assignment."""
-        return math.fsum(float(memory[k]) for memory, k in zip(self.memory, assignment, strict=True))
 
 
 SplitFilter = Callable[[int, OpSplit], bool]

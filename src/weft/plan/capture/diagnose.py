@@ -9,6 +9,7 @@ import traceback
 
 import torch
 
+_BRANCHES = {"GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"}
 _BRANCH = re.compile(r"data-dependent|dynamic control flow|control flow|is_nonzero|_local_scalar_dense|Guard")
 
 
@@ -26,18 +27,11 @@ def diagnose(problem: BaseException) -> str:
     if missing := _missing(problem):
         name, function = missing
         return f"'{name}' is None where {function} needs a tensor ({first}){at}: give it in the batch"
-    if _is_branch(problem):
+    kind = type(problem).__name__
+    maybe = kind in ("UserError", "Unsupported", "TorchRuntimeError") and _BRANCH.search(text)
+    if kind in _BRANCHES or maybe:
         return f"it decides by the values of tensors (data-dependent control flow){named}{at or ': ' + first}"
-    return f"{first} ({type(problem).__name__}{named}){at}"
-
-
-def _is_branch(problem: BaseException) -> bool:
-    """Whether tracing failed because the model decides by the values of tensors."""
-    text = str(problem)
-    kinds = {"GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"}
-    return type(problem).__name__ in kinds or (
-        type(problem).__name__ in ("UserError", "Unsupported", "TorchRuntimeError") and bool(_BRANCH.search(text))
-    )
+    return f"{first} ({kind}{named}){at}"
 
 
 def _missing(problem: BaseException) -> tuple[str, str] | None:

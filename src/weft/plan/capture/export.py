@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -179,7 +180,7 @@ def with_loss(model: nn.Module, named: NamedBatch, loss: Loss | None) -> Iterato
         output = call_model(inner, batch)
         return _plain(output) if loss is None else loss(output, batch)
 
-    with _patched(model, forward):
+    with mock.patch.object(model, "forward", forward):
         yield
 
 
@@ -212,7 +213,7 @@ def deterministic(model: nn.Module) -> Iterator[DeterministicExport]:
         with mode:
             return inner(**tensors)
 
-    with _patched(model, forward):
+    with mock.patch.object(model, "forward", forward):
         yield mode
 
 
@@ -231,24 +232,8 @@ def custom_functions() -> Iterator[set[str]]:
             found.add(cls.__name__)
         return before.__func__(cls, *args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
+    with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
         yield found
-    finally:
-        torch.autograd.Function.apply = before  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _patched(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    own = model.__dict__.get("forward")
-    model.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del model.__dict__["forward"]
-        else:
-            model.__dict__["forward"] = own
 
 
 def _plain(output: Any) -> Any:
@@ -270,21 +255,14 @@ def true_lstm_states() -> Iterator[None]:
     Torch 2.11 leaves an axis of one in them that real states have not, and what reads them would be captured in shapes
     that it never has.
     """
-    module: Any = decompositions
-    layer = getattr(module, "one_layer_lstm", None)
-    if layer is None:  # it is torch's own business where this is
-        yield
-        return
+    layer: Any = getattr(decompositions, "one_layer_lstm", None)  # it is torch's own business where this is
 
     def squeezed(value: Tensor, hidden: tuple[Tensor, Tensor], *rest: Any, **options: Any) -> Any:
         out, states = layer(value, hidden, *rest, **options)
         return out, tuple(state.reshape(*hidden[0].shape[:-1], state.shape[-1]) for state in states)
 
-    module.one_layer_lstm = squeezed
-    try:
+    with mock.patch.object(decompositions, "one_layer_lstm", squeezed) if layer else contextlib.nullcontext():
         yield
-    finally:
-        module.one_layer_lstm = layer
 
 
 Made = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]

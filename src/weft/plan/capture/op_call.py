@@ -78,10 +78,6 @@ class OpCall:
             return frozenset(range(rank))
         return frozenset(axis % rank if rank else 0 for axis in ([found] if isinstance(found, int) else found))
 
-    def operand(self, name: str) -> TensorArgument | None:
-        found = self.given.get(name)
-        return found if isinstance(found, TensorArgument) else None
-
 
 @dataclass(frozen=True, slots=True)
 class IterationSpace:
@@ -176,17 +172,20 @@ def names(prefix: str, count: int) -> tuple[str, ...]:
     return tuple(f"{prefix}{number}" for number in range(count))
 
 
-def broadcast(shape: Sequence[int], onto: Sequence[int], labels: AxisNames) -> AxisNames | None:
-    """The names of the axes of a tensor that is broadcast onto a shape with these names; None where it cannot be.
+class NoRule(Exception):
+    """This call of the operator has no rule."""
+
+
+def broadcast(shape: Sequence[int], onto: Sequence[int], labels: AxisNames) -> AxisNames:
+    """The names of the axes of a tensor that is broadcast onto a shape with these names; NoRule where it cannot be.
 
     >>> broadcast((1, 8), (4, 3, 8), ("b", "m", "n"))
     (None, 'n')
     """
-    if len(shape) > len(onto):
-        return None
-    aligned = list(zip(shape, onto[len(onto) - len(shape) :], labels[len(onto) - len(shape) :], strict=True))
-    if any(size not in (1, target) for size, target, _ in aligned):
-        return None
+    missing = len(onto) - len(shape)
+    if missing < 0 or any(size not in (1, target) for size, target in zip(shape, onto[missing:], strict=True)):
+        raise NoRule
+    aligned = zip(shape, onto[missing:], labels[missing:], strict=True)
     return tuple(name if size == target else None for size, target, name in aligned)
 
 

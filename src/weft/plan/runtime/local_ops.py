@@ -232,18 +232,13 @@ def _instance_norm(call: ShardedCall) -> LocalKernel:
     return call.kernel()
 
 
-BATCH_NORM_RULES: dict[str, Rule] = {
-    **dict.fromkeys(SYNCHRONISED, _batch_norm),
-    **dict.fromkeys(_FIXED, _fixed),
-    "instance_norm": _instance_norm,
-}
-
-
 _RULES: dict[str, Rule] = {
     **SHAPE_RULES,
     **PRODUCT_RULES,
     **LOSS_RULES,
-    **BATCH_NORM_RULES,
+    **dict.fromkeys(SYNCHRONISED, _batch_norm),
+    **dict.fromkeys(_FIXED, _fixed),
+    "instance_norm": _instance_norm,
     **RANDOM_RULES,
 }
 
@@ -253,7 +248,8 @@ _ADDS_UP = frozenset({"sum", "histc", *PRODUCT_RULES, *LOSS_RULES, *SYNCHRONISED
 
 def local_kernel(call: ShardedCall) -> LocalKernel:
     """How the operator computes its part. Raises CannotShard with the reason where it cannot."""
-    _refuse_mutation(call)
+    if isinstance(call.target, torch._ops.OpOverload) and call.target._schema.is_mutable:
+        raise CannotShard("it changes its operands in place, and parts of them are copies")
     if not call.is_split:
         return (STRIDE_RULES.get(call.name) or DRAW_RULES.get(call.name, ShardedCall.kernel))(call)
     _refuse_torn_operands(call)
@@ -265,11 +261,6 @@ def local_kernel(call: ShardedCall) -> LocalKernel:
     if rule is None and is_random(call):
         raise CannotShard("it draws at random, and its draw cannot be cut")
     return rule(call) if rule is not None else call.kernel()
-
-
-def _refuse_mutation(call: ShardedCall) -> None:
-    if isinstance(call.target, torch._ops.OpOverload) and call.target._schema.is_mutable:
-        raise CannotShard("it changes its operands in place, and parts of them are copies")
 
 
 def _refuse_torn_operands(call: ShardedCall) -> None:

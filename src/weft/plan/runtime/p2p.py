@@ -32,7 +32,6 @@ class StageP2P:
     ) -> None:
         self.grid, self.device = grid, device
         self.receives, self.sends = tuple(receives), tuple(sends)
-        self.gradients_out = tuple(each for each in self.receives if each.edge.gradient)
         self.gradients_in = tuple(each for each in self.sends if each.edge.gradient)
         self._going: list[tuple[Any, Tensor]] = []
         self._handshake()
@@ -49,24 +48,23 @@ class StageP2P:
         return self._receive([(each, each.edge.target) for each in self.gradients_in], self.grid.backward)
 
     def send_gradients(self, tensors: Sequence[Tensor]) -> None:
-        """For each of ``gradients_out``, to the stages before."""
-        self._send([(each, each.edge.source) for each in self.gradients_out], tensors, self.grid.backward)
+        """For each value that was received and has one, to the stages before."""
+        self._send([(e, e.edge.source) for e in self.receives if e.edge.gradient], tensors, self.grid.backward)
 
     def wait_for_sends(self) -> None:
         """Waits until everything has been taken."""
-        while self._going:
-            work, _ = self._going.pop(0)
+        for work, _ in self._going:
             work.wait()
+        self._going.clear()
 
     def _receive(self, items: Sequence[tuple[P2PTensor, int]], group: Any) -> list[Tensor]:
-        found, works = [], []
+        found, works = [], list[Any]()
         for item, stage in items:
             tensor = torch.empty(item.shape, dtype=item.dtype, device=self.device)
             if tensor.numel():
                 works.append(dist.irecv(_plain(tensor), src=self.grid.rank(stage), group=group))
             found.append(tensor)
         for work in works:
-            assert work is not None
             work.wait()
         return found
 
@@ -175,18 +173,11 @@ def name_lost_peer(doing: Callable[[], object]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as problem:
-        if not _is_lost(problem):
+        signs = ("gloo", "nccl", "timed out", "timeout", "connection", "peer", "socket")
+        if not isinstance(problem, dist.DistError) and not any(sign in str(problem).lower() for sign in signs):
             raise
         detail = str(problem).splitlines()[0] if str(problem) else repr(problem)
         raise PlanError(
             f"at {doing()} another process of the plan was lost, or did not answer in time ({detail}): start all of "
             "them again, or give them more time with timeout="
         ) from problem
-
-
-def _is_lost(problem: RuntimeError) -> bool:
-    """Whether an error means that another process is gone, or has not answered in time."""
-    if isinstance(problem, dist.DistError):
-        return True
-    signs = ("gloo", "nccl", "timed out", "timeout", "connection", "peer", "socket")
-    return any(sign in str(problem).lower() for sign in signs)

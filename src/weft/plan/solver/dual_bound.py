@@ -55,7 +55,8 @@ class DualBound:
             self.bound += least
             self.before[j].append(one)
             self.after[i].append(two)
-        self.bound = sum((float(costs.min()) for costs in unary), start=self.bound)
+        for costs in unary:
+            self.bound += float(costs.min())
 
     def sweep(self, forward: bool, upper: float) -> list[int]:
         """Visits all vertices once; a configuration that only assignments above ``upper`` have is no longer alive.

@@ -29,12 +29,9 @@ class BoundedSolution:
     over: list[int] | None = None  # the best assignments at that price over and under the limit, where there are both
     under: list[int] | None = None
 
-    def within(self, gap: float) -> bool:
-        """Whether the cost is at most ``gap`` above the bound, relative to it."""
-        return near(self.cost, self.bound, gap)
-
 
 def near(cost: float, bound: float, gap: float) -> bool:
+    """Whether the cost is at most ``gap`` above the bound, relative to it."""
     return cost - bound <= max(gap, EXACT) * abs(cost)
 
 

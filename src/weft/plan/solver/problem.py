@@ -32,19 +32,8 @@ class Problem:
     def __post_init__(self) -> None:
         object.__setattr__(self, "unary", tuple(map(_table, self.unary)))
         object.__setattr__(self, "pairs", {edge: _table(table) for edge, table in self.pairs.items()})
-        sizes = [len(costs) for costs in self.unary]
-        if 0 in sizes:
-            raise PlanError(f"vertex {sizes.index(0)} has no configuration: each needs at least one cost")
-        for (i, j), table in self.pairs.items():
-            if not 0 <= i < j < len(sizes) or table.shape != (sizes[i], sizes[j]):
-                raise PlanError(
-                    f"edge ({i}, {j}), of two vertices with the lower one first, has a table of {table.shape}"
-                )
         if self.weights is not None:
             object.__setattr__(self, "weights", tuple(map(_table, self.weights)))
-            for vertex, (weights, size) in enumerate(zip(self.weights, sizes, strict=True)):
-                if weights.shape != (size,) or not ((weights >= 0) & (weights < math.inf)).all():
-                    raise PlanError(f"vertex {vertex} has not a finite weight >= 0 for each configuration")
 
     def cost(self, assignment: Sequence[int]) -> float:
         """The sum of the costs of an assignment, summed exactly: the same whatever the order of the tables."""

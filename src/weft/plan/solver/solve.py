@@ -42,10 +42,8 @@ def solve(
         raise PlanError("a vertex has a cost that is not a finite number")
     effort = Effort(entries, tolerance, time.monotonic() + (math.inf if time_limit is None else time_limit))
     found, method = _solved(problem, Network.of(problem, entries), effort)
-    assignment = found.assignment
-    cost = problem.cost(assignment)
-    bound = min(cost, found.bound)
-    return Solution(tuple(assignment), cost, bound, problem.weight(assignment), found.entries, method)
+    cost, weight = problem.cost(found.assignment), problem.weight(found.assignment)
+    return Solution(tuple(found.assignment), cost, min(cost, found.bound), weight, found.entries, method)
 
 
 def _solved(problem: Problem, network: Network, effort: Effort) -> tuple[BoundedSolution, str]:
@@ -69,7 +67,7 @@ def _solved(problem: Problem, network: Network, effort: Effort) -> tuple[Bounded
     if not network.fits:  # else what is left of it soon will be eliminated, and assignments are improved there
         found = improved(problem, found, least, effort)
     gap, before = effort.gap, None
-    while not found.within(gap) and found != before:
+    while not near(found.cost, found.bound, gap) and found != before:
         before = found
         # What is little above the bound is soon looked through: it holds a better assignment, or the bound rises.
         step = max(gap / 2 * abs(found.cost), (found.cost - found.bound) / 8)

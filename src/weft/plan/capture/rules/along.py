@@ -164,10 +164,7 @@ def distance(call: OpCall) -> IterationSpace | None:
         return elementwise(call)
     value = call.operands[0]
     labels = names("a", value.rank)
-    found = [broadcast(other.shape, value.shape, labels) for other in call.operands]
-    reads: list[AxisNames] = [axes for axes in found if axes is not None]
-    if len(reads) < len(found):
-        return None
+    reads = [broadcast(other.shape, value.shape, labels) for other in call.operands]
     return iteration_space(
         call,
         "mean" if reduction == _MEAN else "sum",

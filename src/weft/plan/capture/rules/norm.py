@@ -80,7 +80,7 @@ def batch_norm(call: OpCall) -> IterationSpace | None:
 @rule("instance_norm")
 def instance_norm(call: OpCall) -> IterationSpace | None:
     """Images and channels are free where each image has statistics of its own."""
-    if not call.given["use_input_stats"] or call.operand("running_mean") is not None:
+    if not call.given["use_input_stats"] or call.given["running_mean"] is not None:
         return None
     inner = names("i", call.operands[0].rank - 2)
     labels = ("n", "c", *inner)
