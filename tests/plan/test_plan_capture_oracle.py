@@ -23,7 +23,7 @@ from weft import zoo
 from weft.plan.capture import CapturedModel, capture
 from weft.plan.capture.rules.view import groups
 from weft.plan.runtime.local_ops import local_kernel
-from weft.plan.runtime.program import CapturedProgram, ShardedCall, fill_operands, operands
+from weft.plan.runtime.program import CapturedProgram, Operand, ShardedCall, leaves, replace_leaves
 from weft.plan.runtime.random_ops import is_random
 from weft.plan.runtime.redistribute import Collective, MeshCollectives
 from weft.plan.sharding import PARTIAL, REPLICATED, Mesh, Placements, result_placements, without_partials
@@ -63,7 +63,7 @@ def joined(parts: list[Tensor], laid: Placements) -> Tensor:
 def computed(run: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Tensor]) -> list[Tensor]:
     """What a kernel gives for these operands."""
     used = iter(leaves)
-    args, kwargs = fill_operands([args, kwargs], lambda operand: next(used))
+    args, kwargs = replace_leaves([args, kwargs], Operand, lambda operand: next(used))
     result = run(args, kwargs)
     return list(result) if isinstance(result, (list, tuple)) else [result]
 
@@ -82,8 +82,8 @@ def in_parts(
     call: ShardedCall, whole: list[Tensor], sent: list[Tensor | None]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Results and gradients of the operands, put together from the parts that the runtime's kernel computes."""
-    how, count, read = local_kernel(call), call.mesh.devices, list(operands([call.args, call.kwargs]))
-    assert [each.tensor for each in operands([how.args, how.kwargs])] == [each.tensor for each in read]
+    how, count, read = local_kernel(call), call.mesh.devices, list(leaves([call.args, call.kwargs], Operand))
+    assert [each.tensor for each in leaves([how.args, how.kwargs], Operand)] == [each.tensor for each in read]
     used = sorted(call.used_outputs)
     laid = [without_partials(call.result_placements(n)) if n in how.whole else call.result_placements(n) for n in used]
     slots: list[Any] = [None] * count
@@ -150,15 +150,15 @@ def check(
     for op, node in program.calls():
         entry = captured.graph.operators[op]
         plain = program.call(op, node, (REPLICATED,), Mesh((1,)))
-        constants = fill_operands([plain.args, plain.kwargs], lambda operand: None)
+        constants = replace_leaves([plain.args, plain.kwargs], Operand, lambda operand: None)
         key = repr((entry.target, entry.dims, [read.tensor for read in entry.reads], entry.outputs, constants))
         unsplit = all(dim.parts == 1 for dim in entry.dims)
         if module not in ("", entry.module) or unsplit or key in seen or is_random(plain) or "empty" in entry.target:
             continue
         seen.add(key)
-        read = list(operands([plain.args, plain.kwargs]))
-        leaves = [held[each.value.source, each.value.output].detach().clone() for each in read]
-        fresh = [leaf.clone().requires_grad_(each.tensor.gradient) for leaf, each in zip(leaves, read, strict=True)]
+        read = list(leaves([plain.args, plain.kwargs], Operand))
+        given = [held[each.value.source, each.value.output].detach().clone() for each in read]
+        fresh = [leaf.clone().requires_grad_(each.tensor.gradient) for leaf, each in zip(given, read, strict=True)]
         every = computed(lambda args, kwargs, node=node: node.target(*args, **kwargs), plain.args, plain.kwargs, fresh)
         used = sorted(plain.used_outputs)
         whole = [every[n] for n in used]
@@ -174,7 +174,7 @@ def check(
                 checked += 1
                 label = f"{entry.name} ({entry.target}) over {dim.name} in {count}"
                 try:
-                    results, backs = in_parts(program.call(op, node, (number,), Mesh((count,))), leaves, sent)
+                    results, backs = in_parts(program.call(op, node, (number,), Mesh((count,))), given, sent)
                 except Exception as problem:  # to run in parts not at all is as wrong as to run wrongly
                     wrong.append(f"{label}: {problem!r}")
                     continue

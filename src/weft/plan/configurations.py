@@ -224,7 +224,7 @@ def _launch_seconds(config: ParallelConfig, machine: Machine) -> list[float]:
     """Seconds of a step that a host needs to start the kernels of each operator, which no split makes fewer."""
     once = machine.device.launch * config.training.microbatches
     return [
-        once * (1 + (any(tensor.gradient for tensor in operator.outputs) and operator.kind != PARAMETER))
+        once * (1 + (operator.has_gradient and operator.kind != PARAMETER))
         if operator.flops or operator.moved or operator.kind == PARAMETER
         else 0.0
         for operator in config.graph.operators
@@ -358,7 +358,7 @@ def least_seconds(config: ParallelConfig, machine: Machine) -> float:
     own = [o for o in config.graph.operators if o.kind != PARAMETER]
     flops = np.array([o.flops for o in own]) / share
     moved = np.array([o.moved * (training.width(o.outputs[0]) if o.outputs else 1.0) for o in own])
-    back = np.array([o.backward if any(t.gradient for t in o.outputs) else 0.0 for o in own])
+    back = np.array([o.backward if o.has_gradient else 0.0 for o in own])
     forward = machine.compute_seconds(flops, moved / share, training.dtype)
     backward = machine.compute_seconds(back * flops, back * moved / share, training.dtype)
     times = np.where(back > 0, 2.0 if training.recompute else 1.0, 1.0)

@@ -193,7 +193,7 @@ class _CostBuilder:
         whole = np.array([self._local_bytes(operator, split) for split in choices]) / touched
         held = operator.moved * self.training.width(operator.outputs[0]) * whole
         forward = machine.compute_seconds(operator.flops / parts, held, training.dtype)
-        if not any(tensor.gradient for tensor in operator.outputs):
+        if not operator.has_gradient:
             return forward * training.microbatches
         times = operator.backward
         backward = machine.compute_seconds(times * operator.flops / parts, times * held, training.dtype)

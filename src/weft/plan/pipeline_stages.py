@@ -71,7 +71,7 @@ def stage_anchors(graph: Graph) -> list[int]:
             first[read.source] = op
     for op in reversed(range(len(graph))):
         operator = graph.operators[op]
-        moves = bool(operator.reads) and any(tensor.gradient for tensor in operator.outputs)
+        moves = bool(operator.reads) and operator.has_gradient
         if not moves and op in first:
             anchors[op] = anchors[first[op]]
     return anchors

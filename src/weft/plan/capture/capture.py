@@ -303,14 +303,13 @@ def _saved(operators: Sequence[Operator], spaces: Mapping[int, IterationSpace]) 
                 roots[op, number] = sources[number if len(sources) == len(entry.outputs) else 0]
             else:
                 roots[op, number] = (op, number)
-        if space is not None and any(tensor.gradient for tensor in entry.outputs):
+        if space is not None and entry.has_gradient:
             kept.update(sources[number] for number in space.saved_operands)
             kept.update(roots[op, number] for number in space.saved_results)
     for op, entry in enumerate(operators):
-        space = spaces.get(op)
-        if space is None:
+        if (space := spaces.get(op)) is None:
             yield entry
             continue
         own = sum(tensor.bytes for number, tensor in enumerate(entry.outputs) if (op, number) in kept)
-        extra = space.extra if any(tensor.gradient for tensor in entry.outputs) else 0.0
+        extra = space.extra if entry.has_gradient else 0.0
         yield replace(entry, saved=float(own + extra))

@@ -11,6 +11,12 @@ import torch
 
 _BRANCHES = {"GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"}
 _BRANCH = re.compile(r"data-dependent|dynamic control flow|control flow|is_nonzero|_local_scalar_dense|Guard")
+_OUTSIDE = (  # where the files lie that are not the model's
+    os.path.dirname(torch.__file__),
+    os.path.dirname(os.path.dirname(os.path.dirname(__file__))),
+    "<",
+    os.path.dirname(os.__file__) + os.sep + "contextlib",
+)
 
 
 def diagnose(problem: BaseException) -> str:
@@ -44,7 +50,7 @@ def _missing(problem: BaseException) -> tuple[str, str] | None:
     found = None
     for frame, line in zip(reversed(frames), reversed(lines), strict=True):
         code = frame.f_code
-        if code.co_filename.startswith(_outside()):
+        if code.co_filename.startswith(_OUTSIDE):
             break
         given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         words = re.findall(r"\w+", line)
@@ -58,17 +64,7 @@ def _missing(problem: BaseException) -> tuple[str, str] | None:
 def _line(problem: BaseException) -> str:
     """The innermost line of code that is neither torch's nor this package's."""
     for frame in reversed(traceback.extract_tb(problem.__traceback__)):
-        if not frame.filename.startswith(_outside()):
+        if not frame.filename.startswith(_OUTSIDE):
             code = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
             return f"{os.path.basename(frame.filename)}:{frame.lineno} `{code}`"
     return ""
-
-
-def _outside() -> tuple[str, ...]:
-    """Where the files lie that are not the model's."""
-    return (
-        os.path.dirname(torch.__file__),
-        os.path.dirname(os.path.dirname(os.path.dirname(__file__))),
-        "<",
-        os.path.dirname(os.__file__) + os.sep + "contextlib",
-    )

@@ -49,7 +49,8 @@ class NamedBatch:
         for key, value in [(0, batch)] if isinstance(batch, Tensor) else batch_items(batch):
             if isinstance(value, Tensor):
                 name = f"input_{key}" if isinstance(key, int) or not key.isidentifier() else key
-                tensors[name] = _copy(value, device)
+                # A copy, because export takes two inputs that are one tensor for one input; values do not matter.
+                tensors[name] = torch.zeros_like(value, device=device, requires_grad=False)
                 keys[name] = key
             elif value is not None and not isinstance(value, (bool, int, float, str)):
                 kind = type(value).__name__
@@ -65,13 +66,6 @@ class NamedBatch:
         if isinstance(self.given, Mapping):
             return {key: found.get(key, value) for key, value in self.given.items()}
         return tuple(found.get(index, value) for index, value in enumerate(self.given))
-
-
-def _copy(value: Tensor, device: torch.device) -> Tensor:
-    # A copy, because export takes two inputs that are one tensor for one input. Values do not matter, only their kind.
-    if device.type == "meta" or value.is_meta:
-        return torch.zeros(value.shape, dtype=value.dtype, device=device, requires_grad=False)
-    return value.detach().to(device, copy=True)
 
 
 log = logging.getLogger("weft.plan")
@@ -152,16 +146,11 @@ def _export(model: nn.Module, named: NamedBatch, method: str, changes: Collectio
 def _quiet() -> Iterator[None]:
     # Export warns of what is known, and prints and logs the graph of a failure; the reason is in what it raises.
     loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith("torch")]
-    before = [logger.disabled for logger in loggers]
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), contextlib.ExitStack() as disabled:
         warnings.simplefilter("ignore")
         for logger in loggers:
-            logger.disabled = True
-        try:
-            yield
-        finally:
-            for logger, was in zip(loggers, before, strict=True):
-                logger.disabled = was
+            disabled.enter_context(mock.patch.object(logger, "disabled", True))
+        yield
 
 
 Loss = Callable[[Any, Any], Tensor]

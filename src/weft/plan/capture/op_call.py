@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from weft.plan.graph import Dim, Tensor
 
@@ -191,12 +192,5 @@ def broadcast(shape: Sequence[int], onto: Sequence[int], labels: AxisNames) -> A
 
 def tensors(argument: Any) -> Iterator[fx.Node]:
     """The nodes in an argument that hold one tensor, in the order in which the operands of an operator are counted."""
-    if isinstance(argument, fx.Node):
-        if isinstance(argument.meta.get("val"), torch.Tensor):
-            yield argument
-    elif isinstance(argument, (list, tuple)):
-        for part in argument:
-            yield from tensors(part)
-    elif isinstance(argument, Mapping):
-        for part in argument.values():
-            yield from tensors(part)
+    nodes = (leaf for leaf in pytree.tree_leaves(argument) if isinstance(leaf, fx.Node))
+    return (node for node in nodes if isinstance(node.meta.get("val"), torch.Tensor))

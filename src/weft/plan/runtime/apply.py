@@ -7,7 +7,6 @@ planner captures one micro-batch by itself, and the plan's splits are transferre
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -31,13 +30,13 @@ from weft.plan.runtime.program import (
     Operand,
     ShardedCall,
     ValueRef,
-    fill_operands,
-    operands,
+    leaves,
+    replace_leaves,
     split_batch,
 )
 from weft.plan.runtime.redistribute import ShapeOnlyCollectives
 from weft.plan.runtime.stages import StageGraph
-from weft.plan.sharding import REPLICATED, Mesh, OpSplit, ShardingStrategy, local_shape
+from weft.plan.sharding import REPLICATED, Mesh, OpSplit, ShardingStrategy, local_shape, splits
 
 if TYPE_CHECKING:
     from weft.plan.plan import Plan
@@ -124,13 +123,13 @@ def program_of(plan: Plan) -> tuple[CapturedModel, ShardingStrategy, tuple[int |
 
 
 def transfer_splits(
-    planned: Graph, splits: Sequence[OpSplit], stage: Sequence[int], found: Graph, mesh: Mesh
+    planned: Graph, old_splits: Sequence[OpSplit], stage: Sequence[int], found: Graph, mesh: Mesh
 ) -> tuple[tuple[OpSplit, ...], tuple[int | None, ...]]:
     """The split and the stage of each operator of ``found``. Operators through which gradients flow must be those of
     the plan in its order, else PlanError; others are found by their names, and have no stage where the plan lacks
     them."""
-    ours = [op for op, each in enumerate(found.operators) if _learns(each)]
-    theirs = [op for op, each in enumerate(planned.operators) if _learns(each)]
+    ours = [op for op, each in enumerate(found.operators) if each.has_gradient]
+    theirs = [op for op, each in enumerate(planned.operators) if each.has_gradient]
     for own, other in zip(ours, theirs, strict=False):
         mine, wanted = found.operators[own], planned.operators[other]
         if mine.target != wanted.target:
@@ -144,19 +143,15 @@ def transfer_splits(
             "plan with microbatches=1, or with micro-batches of more samples"
         )
     pairs = dict(zip(ours, theirs, strict=True))
-    named = {(each.name, each.target): op for op, each in enumerate(planned.operators) if not _learns(each)}
+    named = {(each.name, each.target): op for op, each in enumerate(planned.operators) if not each.has_gradient}
     whole: OpSplit = (REPLICATED,) * len(mesh.sizes)
     new: list[OpSplit] = []
     stages: list[int | None] = []
     for op, operator in enumerate(found.operators):
         old = pairs.get(op, named.get((operator.name, operator.target)))
         stages.append(None if old is None else stage[old])
-        new.append(whole if old is None else _split(planned.operators[old], operator, splits[old], mesh))
+        new.append(whole if old is None else _split(planned.operators[old], operator, old_splits[old], mesh))
     return tuple(new), tuple(stages)
-
-
-def _learns(operator: Operator) -> bool:
-    return any(tensor.gradient for tensor in operator.outputs)
 
 
 def _split(old: Operator, new: Operator, split: OpSplit, mesh: Mesh) -> OpSplit:
@@ -164,7 +159,7 @@ def _split(old: Operator, new: Operator, split: OpSplit, mesh: Mesh) -> OpSplit:
     if [dim.name for dim in old.dims] != [dim.name for dim in new.dims]:
         split = tuple(_dim(old, new, dim) if dim >= 0 else dim for dim in split)
     for axis in reversed(range(len(split))):
-        if invalid_split(new, split, mesh) is None:
+        if split in splits(new, mesh):
             break
         split = (*split[:axis], REPLICATED, *split[axis + 1 :])
     return split
@@ -201,18 +196,10 @@ def unsupported(
 
 def unsupported_operators(captured: CapturedModel, strategy: ShardingStrategy) -> list[str]:
     """A reason for each operator that cannot be run."""
-    graph, mesh = captured.graph, strategy.mesh
-    found = [
-        f"operator '{each.name}' ({each.target}): {reason}"
-        for each, split in zip(graph.operators, strategy.splits, strict=True)
-        if (reason := invalid_split(each, split, mesh))
-    ]
-    if found:
-        return found
+    found, seen = list[str](), dict[str, str | None]()
     program = CapturedProgram(captured)
-    seen: dict[str, str | None] = {}
     for op, node in program.calls():
-        call = program.call(op, node, strategy.splits[op], mesh)
+        call = program.call(op, node, strategy.splits[op], strategy.mesh)
         reason = None
         try:
             made = local_kernel(call)
@@ -226,26 +213,6 @@ def unsupported_operators(captured: CapturedModel, strategy: ShardingStrategy) -
     return found
 
 
-def invalid_split(operator: Operator, split: OpSplit, mesh: Mesh) -> str | None:
-    """Why a split is none of this operator on this mesh."""
-    if len(split) != len(mesh.sizes):
-        return f"the split {split} has {len(split)} entries for the {len(mesh.sizes)} axes of the mesh {mesh}"
-    for dim in set(split):
-        if dim < 0:
-            continue
-        if dim >= len(operator.dims):
-            return f"the split {split} names dimension {dim} of {len(operator.dims)}"
-        parts = math.prod(size for size, each in zip(mesh.sizes, split, strict=True) if each == dim)
-        named = operator.dims[dim]
-        if named.parts % parts:
-            return f"'{named.name}' cannot be split into {parts} equal parts, whose number must divide {named.parts}"
-        for tensor in (*(read.tensor for read in operator.reads), *operator.outputs):
-            for size, has in zip(tensor.shape, tensor.dims, strict=True):
-                if has == dim and size % parts:
-                    return f"an axis of {size} cannot be cut into {parts} equal parts along '{named.name}'"
-    return None
-
-
 def _wrong_shape(call: ShardedCall, made: LocalKernel) -> str | None:
     """Computes the part without data: it must come out as the part of the result that it should be."""
 
@@ -255,19 +222,13 @@ def _wrong_shape(call: ShardedCall, made: LocalKernel) -> str | None:
 
     try:
         with torch.no_grad():
-            got = made.run(
-                ShapeOnlyCollectives(call.mesh.sizes),
-                fill_operands(made.args, empty_part),
-                fill_operands(made.kwargs, empty_part),
-            )
+            parts = replace_leaves([made.args, made.kwargs], Operand, empty_part)
+            got = made.run(ShapeOnlyCollectives(call.mesh.sizes), *parts)
     except Exception as problem:
         return f"its kernel does not take parts ({str(problem).splitlines()[0] if str(problem) else problem!r})"
     for output, result in enumerate(got if isinstance(got, (tuple, list)) else (got,)):
-        if (
-            isinstance(result, torch.Tensor)
-            and output in call.used_outputs
-            and tuple(result.shape) != call.shape(output)
-        ):
+        used = isinstance(result, torch.Tensor) and output in call.used_outputs
+        if used and tuple(result.shape) != call.shape(output):
             return f"its part has the shape {tuple(result.shape)}, not {call.shape(output)}"
     return None
 
@@ -276,8 +237,8 @@ def _fingerprint(call: ShardedCall, made: LocalKernel) -> str:
     """All that the shapes of a part depend on."""
     shapes = [
         (local_shape(each.tensor.shape, call.operand_placements(each), call.mesh), str(each.dtype))
-        for each in operands([made.args, made.kwargs])
+        for each in leaves([made.args, made.kwargs], Operand)
     ]
     results = [call.shape(output) for output in sorted(call.used_outputs)]
-    plain = fill_operands([made.args, made.kwargs], lambda operand: None)
+    plain = replace_leaves([made.args, made.kwargs], Operand, lambda operand: None)
     return repr((str(call.target), shapes, results, plain, call.split))

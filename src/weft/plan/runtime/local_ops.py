@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.plan.runtime.program import CannotShard, LocalKernel, Operand, ShardedCall, operands
+from weft.plan.runtime.program import CannotShard, LocalKernel, Operand, ShardedCall, leaves
 from weft.plan.runtime.random_ops import DRAW_RULES, RANDOM_RULES, is_random
 from weft.plan.runtime.redistribute import MeshCollectives, all_reduce
 
@@ -265,7 +265,7 @@ def local_kernel(call: ShardedCall) -> LocalKernel:
 
 def _refuse_torn_operands(call: ShardedCall) -> None:
     """A split cuts an operand along one axis for each dimension; a tensor that has it twice cannot be cut so."""
-    for tensor in (*(found.tensor for found in operands([call.args, call.kwargs])), *call.operator.outputs):
+    for tensor in (*(found.tensor for found in leaves([call.args, call.kwargs], Operand)), *call.operator.outputs):
         for dim in set(call.split):
             if dim >= 0 and tensor.dims.count(dim) > 1 and call.parts(dim) > 1:
                 raise CannotShard(f"'{call.operator.dims[dim].name}' cuts two axes of one tensor")

@@ -22,9 +22,7 @@ from weft.plan.runtime.program import (
     Operand,
     ShardedCall,
     ValueRef,
-    fill_operands,
     leaves,
-    operands,
     replace_leaves,
 )
 from weft.plan.runtime.random_ops import is_random, whole_draw
@@ -92,10 +90,8 @@ class Compute:
         return [register for _, register in self.targets]
 
     def run(self, registers: list[Any], collectives: MeshCollectives) -> None:
-        args, kwargs = (
-            replace_leaves(given, Register, lambda register: registers[register.number])
-            for given in (self.args, self.kwargs)
-        )
+        given = [self.args, self.kwargs]
+        args, kwargs = replace_leaves(given, Register, lambda register: registers[register.number])
         out = self.compute(collectives, args, kwargs)
         several = isinstance(out, (tuple, list))
         for output, target in self.targets:
@@ -141,7 +137,7 @@ def lower(
             placements[ValueRef(op, output)] = without_partials(found) if output in how.whole else found
     requested: _Requests = defaultdict(dict)
     for _, call, how in made:
-        for operand in operands([how.args, how.kwargs]):
+        for operand in leaves([how.args, how.kwargs], Operand):
             wanted, gradient = _operand_request(call, operand)
             requested[operand.value, wanted][gradient] = None
     ends = {value: without_partials(placements[value]) if value in keep_sharded else whole for value in results}
@@ -216,7 +212,7 @@ class _Lowering:
         def register(operand: Operand) -> Register:
             return Register(self.fetch(operand.value, *_operand_request(call, operand)))
 
-        args, kwargs = fill_operands(how.args, register), fill_operands(how.kwargs, register)
+        args, kwargs = replace_leaves(how.args, Operand, register), replace_leaves(how.kwargs, Operand, register)
         targets = tuple((output, self.register(ValueRef(op, output))) for output in sorted(call.used_outputs))
         self.instructions.append(Compute(call.operator.name, how.run, args, kwargs, targets))
 

@@ -147,9 +147,9 @@ class ProcessGrid:
                 made = group(ranks[list(stages), number].tolist())
                 if stage in stages and number == device:
                     ties[stages] = made
-        return cls(
-            ranks, stage, device, _mesh(axes, kind, ranks[stage].view(mesh.sizes)), world, forward, backward, ties
-        )
+        names = tuple(f"axis{number}" for number in range(len(axes)))
+        device_mesh = DeviceMesh.from_group(axes, kind, mesh=ranks[stage].view(mesh.sizes), mesh_dim_names=names)
+        return cls(ranks, stage, device, device_mesh, world, forward, backward, ties)
 
     def rank(self, stage: int) -> int:
         """The process of the same device in another stage."""
@@ -158,13 +158,6 @@ class ProcessGrid:
     def first(self, stage: int) -> int:
         """The first process of a stage."""
         return int(self.ranks[stage, 0])
-
-
-def _mesh(groups: list[Any], kind: str, ranks: torch.Tensor) -> DeviceMesh:
-    if len(groups) == 1:
-        return DeviceMesh.from_group(groups[0], kind)
-    names = tuple(f"axis{number}" for number in range(len(groups)))
-    return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
 
 
 @contextmanager

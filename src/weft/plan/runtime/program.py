@@ -280,16 +280,6 @@ class ShardedCall:
         return math.prod(self.mesh.sizes[axis] for axis in self.partial_axes(output))
 
 
-def operands(value: Any) -> Iterator[Operand]:
-    """The operands in an argument, lists included, in order."""
-    return leaves(value, Operand)
-
-
-def fill_operands(value: Any, give: Callable[[Operand], Any]) -> Any:
-    """A copy of arguments in which every operand is replaced by what ``give`` has for it."""
-    return replace_leaves(value, Operand, give)
-
-
 Leaf = TypeVar("Leaf")
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -190,9 +191,5 @@ def _alive(dual: DualBound) -> list[Index]:
 def _most_connected(problem: Problem, left: tuple[int, ...]) -> int:
     """The vertex with most edges among those that no step could eliminate."""
     inside = set(left)
-    degree = dict.fromkeys(left, 0)
-    for i, j in problem.pairs:
-        if i in inside and j in inside:
-            degree[i] += 1
-            degree[j] += 1
+    degree = Counter(vertex for edge in problem.pairs if inside.issuperset(edge) for vertex in edge)
     return max((vertex for vertex in left if len(problem.unary[vertex]) > 1), key=lambda vertex: degree[vertex])

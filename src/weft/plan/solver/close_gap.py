@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -240,12 +241,8 @@ def _deciding(problem: Problem, found: BoundedSolution) -> int | None:
     differ = [v for v, (one, other) in enumerate(zip(found.over, found.under, strict=True)) if one != other]
     if not differ:
         return None
-    degree = dict.fromkeys(differ, 0)
-    for edge in problem.pairs:
-        for vertex in edge:
-            if vertex in degree:
-                degree[vertex] += 1
-    most = max(degree.values())
+    degree = Counter(vertex for edge in problem.pairs for vertex in edge)
+    most = max(degree[vertex] for vertex in differ)
     order = layer_order(problem)
     ends = sorted((v for v in differ if degree[v] == most), key=order.__getitem__)
     return ends[len(ends) // 2]

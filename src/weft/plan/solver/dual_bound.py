@@ -38,7 +38,12 @@ class DualBound:
     """The bound and what is left at each vertex; changes in place with each sweep."""
 
     def __init__(self, unary: Sequence[Table], edges: CompressedEdges) -> None:
-        self.ceiling = _ceiling(unary, edges)
+        every = (*unary, *[edge.table for edge in edges.tables])
+        largest = {key: float(np.abs(table).max()) for key, table in {id(table): table for table in every}.items()}
+        total = 1.0
+        for table in every:
+            total += largest[id(table)]
+        self.ceiling = 2 * total  # above the cost of any assignment, for configurations that are no longer alive
         self.own = [costs - costs.min() for costs in unary]
         self.alive = [np.ones(len(costs), dtype=bool) for costs in unary]
         self.bound = 0.0
@@ -93,14 +98,3 @@ class DualBound:
 def sweep_work(edges: CompressedEdges) -> int:
     """The entries that an elimination sums in about the time of one sweep."""
     return sum(edge.table.size + _CALL for edge in edges.tables)
-
-
-def _ceiling(unary: Sequence[Table], edges: CompressedEdges) -> float:
-    """A cost above that of any assignment, for configurations that are no longer alive."""
-    known: dict[int, float] = {}
-    total = 1.0
-    for table in (*unary, *[edge.table for edge in edges.tables]):
-        if id(table) not in known:
-            known[id(table)] = float(np.abs(table).max())
-        total += known[id(table)]
-    return 2 * total

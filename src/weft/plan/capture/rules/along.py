@@ -38,15 +38,14 @@ def _without(labels: AxisNames, axes: frozenset[int], rank: int) -> AxisNames:
     return tuple(name for axis, name in enumerate(labels) if axis not in axes)
 
 
-@rule("softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax")
-def softmax(call: OpCall) -> IterationSpace | None:
-    return along(call, call.axes(call.operands[0].rank), kind="softmax", cost=5.0)
-
-
-@rule("cumsum cumprod logcumsumexp sort topk argsort glu cummax cummin kthvalue")
+@rule(
+    "softmax _softmax log_softmax _log_softmax _safe_softmax cumsum cumprod logcumsumexp sort topk argsort glu cummax "
+    "cummin kthvalue"
+)
 def axis(call: OpCall) -> IterationSpace | None:
-    cost = 5.0 if "sort" in call.target or "topk" in call.target else 1.0
-    return along(call, call.axes(call.operands[0].rank), cost=cost)
+    soft = "softmax" in call.target
+    cost = 5.0 if soft or "sort" in call.target or "topk" in call.target else 1.0
+    return along(call, call.axes(call.operands[0].rank), kind="softmax" if soft else "along", cost=cost)
 
 
 @rule(

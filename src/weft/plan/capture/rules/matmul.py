@@ -179,7 +179,10 @@ def attention(call: OpCall) -> IterationSpace | None:
         if len(call.operands) > 4:
             return None
         reads.append(mask)
-    others = [_kept(found.shape, (*labels, "q"), query.shape[:-1]) for found in call.results[1:]]
+    others: list[AxisNames] = []
+    for found in call.results[1:]:
+        shared_axes = (*labels, "q") if found.shape[: query.rank - 1] == query.shape[:-1] else ()
+        others.append((*shared_axes, *(None,) * (found.rank - len(shared_axes))))
     rows = query.elements // query.shape[-1]
     return iteration_space(
         call,
@@ -193,12 +196,6 @@ def attention(call: OpCall) -> IterationSpace | None:
         saved_results=[0],
         extra=4.0 * rows,
     )
-
-
-def _kept(shape: tuple[int, ...], labels: tuple[str, ...], sizes: tuple[int, ...]) -> AxisNames:
-    if shape[: len(sizes)] == sizes:
-        return (*labels, *(None,) * (len(shape) - len(sizes)))
-    return (None,) * len(shape)
 
 
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}

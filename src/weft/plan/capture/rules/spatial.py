@@ -89,15 +89,9 @@ def resize(call: OpCall) -> IterationSpace | None:
 @rule("im2col", "col2im")
 def patches(call: OpCall) -> IterationSpace | None:
     """Images are free."""
-    value, result = call.operands[0], call.results[0]
-    inner = 3 if call.target == "aten.im2col" else 2
-    leading = names("n", value.rank - inner)
-    return iteration_space(
-        call,
-        "copy",
-        [(*leading, *(None,) * inner)],
-        [(*leading, *(None,) * (result.rank - len(leading)))],
-    )
+    leading = names("n", call.operands[0].rank - (3 if call.target == "aten.im2col" else 2))
+    read, result = ((*leading, *(None,) * (each.rank - len(leading))) for each in (call.operands[0], call.results[0]))
+    return iteration_space(call, "copy", [read], [result])
 
 
 @rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
