@@ -167,6 +167,7 @@ def check(
                 torch.randn_like(out) if entry.outputs[n].gradient else None for out, n in zip(whole, used, strict=True)
             ]
         gradients = backward(whole, sent, fresh)
+        whole = [each.detach() for each in whole]
         for number, dim in enumerate(entry.dims):
             divisors = [count for count in range(2, dim.parts + 1) if dim.parts % count == 0]
             few = [count for count in divisors if count <= 12] or divisors[:1]
