@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
-import msgspec
 import numpy as np
 
 from weft.hardware.machine import Machine
@@ -196,7 +195,7 @@ def solve_stages(
             break
         if made.cost.step_time < best.cost.step_time:
             bound = min(found.cost.lower_bound, made.cost.step_time)
-            best = replace(made, cost=msgspec.structs.replace(made.cost, lower_bound=bound))
+            best = replace(made, cost=replace(made.cost, lower_bound=bound))
     return best
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -52,9 +51,10 @@ class TrainingSpec:
         return 0.5 if tensor.itemsize == 4 and self.dtype in ("bfloat16", "float16") else 1.0
 
 
-class PlanCost(msgspec.Struct, frozen=True, rename={"step_time": "step", "lower_bound": "bound"}):
-    """Seconds of a step as predicted, and bytes of the fullest device; a file has it with the keys of format 1. No plan
-    with this mesh, these stages and micro-batches takes less than ``lower_bound`` seconds."""
+@dataclass(frozen=True, slots=True)
+class PlanCost:
+    """Seconds of a step as predicted, and bytes of the fullest device. No plan with this mesh, these stages and
+    micro-batches takes less than ``lower_bound`` seconds."""
 
     step_time: float
     compute: float

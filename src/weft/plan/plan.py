@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from weft.errors import PlanError
 from weft.hardware.machine import Machine
 from weft.plan.baselines import Comparison
 from weft.plan.costs import PlanCost, TrainingSpec
 from weft.plan.graph import Graph
-from weft.plan.saved import FORMAT, operators
+from weft.plan.saved import COST_KEYS, FORMAT, operators
 from weft.plan.sharding import REPLICATED, Mesh, OpSplit, ShardingStrategy
 from weft.utils.files import disk_errors, write_json
 
@@ -122,7 +120,7 @@ class Plan:
             "untried": self.untried_configs,
             "limit": None if math.isinf(self.memory_limit) else self.memory_limit,
             "training": {"dtype": self.training.dtype, "optimizer_bytes": self.training.optimizer_bytes},
-            "cost": msgspec.to_builtins(self.cost),
+            "cost": {COST_KEYS.get(name, name): value for name, value in asdict(self.cost).items()},
             "splits": {name: list(self.names(op)) for op, name in enumerate(names)},
             "stage": dict(zip(names, self.stage, strict=True)) if self.stages > 1 else {},
             "compared": [

@@ -10,8 +10,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from weft.errors import PlanError, nearest
 from weft.hardware.machine import Machine
 from weft.hardware.machine import machine as machine_of
@@ -220,7 +218,7 @@ def _proven(best: SolvedConfig, request: PlanRequest, allowed: SplitFilter | Non
     again = solve_config(best.config, request.machine, request.memory_limit, allowed, tolerance, seconds=seconds)
     bound = max(cost.lower_bound, again.cost.lower_bound)
     better = again if again.cost.step_time < cost.step_time else best
-    return replace(better, cost=msgspec.structs.replace(better.cost, lower_bound=bound))
+    return replace(better, cost=replace(better.cost, lower_bound=bound))
 
 
 def _best_staged(best: SolvedConfig, found: list[SolvedConfig], request: PlanRequest, deadline: float) -> SolvedConfig:

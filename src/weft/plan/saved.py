@@ -40,7 +40,23 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 
+COST_KEYS = {"step_time": "step", "lower_bound": "bound"}
+"""Fields of `PlanCost` that a file calls otherwise."""
+
 _Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class SavedCost(msgspec.Struct, rename=COST_KEYS):
+    """A `PlanCost` as a file has it."""
+
+    step_time: float
+    compute: float
+    communication: float
+    bubble: float
+    memory: float
+    parameters: float
+    activations: float
+    lower_bound: float
 
 
 class SavedPlan(msgspec.Struct):

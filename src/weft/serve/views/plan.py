@@ -12,8 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from weft.errors import PlanError, WeftError
-from weft.plan.costs import PlanCost
-from weft.plan.saved import read_plan
+from weft.plan.saved import SavedCost, read_plan
 from weft.serve.fields import finite
 from weft.serve.views.plan_graph import graph, layer_costs, stage_memory
 from weft.serve.views.plan_layers import PlanOperator, nodes_of
@@ -51,7 +50,7 @@ class PlanSummary(Struct):
     stages: Count
     microbatches: Count
     recompute: bool
-    cost: PlanCost
+    cost: SavedCost
     splits: dict[str, list[str]]
     limit: float | None = None
     untried: int = 0
