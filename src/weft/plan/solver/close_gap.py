@@ -20,7 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,15 +33,6 @@ from weft.plan.solver.ordering import EliminationStep
 from weft.plan.solver.problem import Effort, Index, OverLimit, Problem, Table
 
 
-@dataclass(frozen=True, slots=True)
-class BeamResult:
-    """The best assignment below the slack, if there is one, and the least excess of what was dropped (inf: nothing
-    was)."""
-
-    assignment: list[int] | None
-    dropped: float
-
-
 def beam_search(
     done: Elimination,
     weights: Sequence[Table],
@@ -50,8 +41,9 @@ def beam_search(
     slack: float,
     rows: int,
     effort: Effort,
-) -> BeamResult:
-    """The cheapest assignment within the limit whose excess is at most ``slack``; at the deadline nothing."""
+) -> tuple[list[int] | None, float]:
+    """The cheapest assignment within the limit whose excess is at most ``slack``, if there is one, and the least excess
+    of what was dropped (inf: nothing was); at the deadline nothing."""
     steps = _preorder(done.steps)
     seen = _seen(done.steps, done.classes)
     last = {vertex: at for at, number in enumerate(steps) for vertex in done.steps[number].scope}
@@ -62,7 +54,7 @@ def beam_search(
     dropped = math.inf
     for at, number in enumerate(steps):
         if effort.over:
-            return BeamResult(None, 0.0)
+            return None, 0.0
         vertex = done.steps[number].vertex
         rest -= float(weights[vertex].min())
         total = excess[:, None] + _excess(done, number, columns, seen)
@@ -82,8 +74,8 @@ def beam_search(
         columns = {other: column[kept] for other, column in columns.items()}
         trail.append((vertex, row[kept].astype(np.int32), choice[kept].astype(np.int32)))
     if not len(excess):
-        return BeamResult(None, dropped)
-    return BeamResult(_back(trail, int((excess - price * weight).argmin())), dropped)
+        return None, dropped
+    return _back(trail, int((excess - price * weight).argmin())), dropped
 
 
 def _back(trail: list[tuple[int, NDArray[np.int32], NDArray[np.int32]]], row: int) -> list[int]:

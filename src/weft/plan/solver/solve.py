@@ -170,10 +170,11 @@ def _improved_by_beam(
             break
         top = found.cost + _ROUNDING * abs(found.cost) if little else target
         slack = top - start.bound
-        met = beam_search(start.elimination, problem.weights or (), problem.limit, start.price, slack, rows, effort)
-        if met.assignment is not None and problem.weight(met.assignment) <= problem.limit:
-            found = _better(problem, found, met.assignment)
-        found = replace(found, bound=max(found.bound, min(found.cost, top, start.bound + met.dropped)))
+        weights = problem.weights or ()
+        met, dropped = beam_search(start.elimination, weights, problem.limit, start.price, slack, rows, effort)
+        if met is not None and problem.weight(met) <= problem.limit:
+            found = _better(problem, found, met)
+        found = replace(found, bound=max(found.bound, min(found.cost, top, start.bound + dropped)))
     return found
 
 
