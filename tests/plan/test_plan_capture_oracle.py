@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -23,7 +23,7 @@ from weft import zoo
 from weft.plan.capture import CapturedModel, capture
 from weft.plan.capture.rules.view import groups
 from weft.plan.runtime.local_ops import local_kernel
-from weft.plan.runtime.program import CapturedProgram, ShardedCall, fill_operands, operands
+from weft.plan.runtime.program import CapturedProgram, Operand, ShardedCall, leaves, replace_leaves
 from weft.plan.runtime.random_ops import is_random
 from weft.plan.runtime.redistribute import Collective, MeshCollectives
 from weft.plan.sharding import PARTIAL, REPLICATED, Mesh, Placements, result_placements, without_partials
@@ -63,7 +63,7 @@ def joined(parts: list[Tensor], laid: Placements) -> Tensor:
 def computed(run: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Tensor]) -> list[Tensor]:
     """What a kernel gives for these operands."""
     used = iter(leaves)
-    args, kwargs = fill_operands([args, kwargs], lambda operand: next(used))
+    args, kwargs = replace_leaves([args, kwargs], Operand, lambda operand: next(used))
     result = run(args, kwargs)
     return list(result) if isinstance(result, (list, tuple)) else [result]
 
@@ -82,8 +82,8 @@ def in_parts(
     call: ShardedCall, whole: list[Tensor], sent: list[Tensor | None]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Results and gradients of the operands, put together from the parts that the runtime's kernel computes."""
-    how, count, read = local_kernel(call), call.mesh.devices, list(operands([call.args, call.kwargs]))
-    assert [each.tensor for each in operands([how.args, how.kwargs])] == [each.tensor for each in read]
+    how, count, read = local_kernel(call), call.mesh.devices, list(leaves([call.args, call.kwargs], Operand))
+    assert [each.tensor for each in leaves([how.args, how.kwargs], Operand)] == [each.tensor for each in read]
     used = sorted(call.used_outputs)
     laid = [without_partials(call.result_placements(n)) if n in how.whole else call.result_placements(n) for n in used]
     slots: list[Any] = [None] * count
@@ -129,17 +129,13 @@ def close(mine: Tensor, whole: Tensor) -> bool:
     return torch.allclose(mine, whole, rtol=2e-4, atol=2e-5 * scale, equal_nan=True)
 
 
-def differences(
-    results: list[Tensor], whole: list[Tensor], backs: list[Tensor | None], gradients: list[Tensor | None]
-) -> Iterator[str]:
-    for index, (mine, theirs) in enumerate(zip(results, whole, strict=True)):
-        if not close(mine, theirs.detach()):
-            yield f"result {index}"
-    for index, (back, gradient) in enumerate(zip(backs, gradients, strict=True)):
-        if (back is None) != (gradient is None):
-            yield f"gradient of operand {index} is there in one way only"
-        elif back is not None and gradient is not None and not close(back, gradient):
-            yield f"gradient of operand {index}"
+def differences(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> list[int]:
+    """The numbers of those that are apart, or there in one way only."""
+    return [
+        number
+        for number, (mine, whole) in enumerate(zip(found, wanted, strict=True))
+        if (mine is None) != (whole is None) or (mine is not None and whole is not None and not close(mine, whole))
+    ]
 
 
 def check(
@@ -154,16 +150,15 @@ def check(
     for op, node in program.calls():
         entry = captured.graph.operators[op]
         plain = program.call(op, node, (REPLICATED,), Mesh((1,)))
-        constants = fill_operands([plain.args, plain.kwargs], lambda operand: None)
+        constants = replace_leaves([plain.args, plain.kwargs], Operand, lambda operand: None)
         key = repr((entry.target, entry.dims, [read.tensor for read in entry.reads], entry.outputs, constants))
-        if module not in ("", entry.module) or all(dim.parts == 1 for dim in entry.dims) or key in seen:
-            continue
-        if is_random(plain) or "empty" in entry.target:
+        unsplit = all(dim.parts == 1 for dim in entry.dims)
+        if module not in ("", entry.module) or unsplit or key in seen or is_random(plain) or "empty" in entry.target:
             continue
         seen.add(key)
-        read = list(operands([plain.args, plain.kwargs]))
-        leaves = [held[each.value.source, each.value.output].detach().clone() for each in read]
-        fresh = [leaf.clone().requires_grad_(each.tensor.gradient) for leaf, each in zip(leaves, read, strict=True)]
+        read = list(leaves([plain.args, plain.kwargs], Operand))
+        given = [held[each.value.source, each.value.output].detach().clone() for each in read]
+        fresh = [leaf.clone().requires_grad_(each.tensor.gradient) for leaf, each in zip(given, read, strict=True)]
         every = computed(lambda args, kwargs, node=node: node.target(*args, **kwargs), plain.args, plain.kwargs, fresh)
         used = sorted(plain.used_outputs)
         whole = [every[n] for n in used]
@@ -172,6 +167,7 @@ def check(
                 torch.randn_like(out) if entry.outputs[n].gradient else None for out, n in zip(whole, used, strict=True)
             ]
         gradients = backward(whole, sent, fresh)
+        whole = [each.detach() for each in whole]
         for number, dim in enumerate(entry.dims):
             divisors = [count for count in range(2, dim.parts + 1) if dim.parts % count == 0]
             few = [count for count in divisors if count <= 12] or divisors[:1]
@@ -179,11 +175,12 @@ def check(
                 checked += 1
                 label = f"{entry.name} ({entry.target}) over {dim.name} in {count}"
                 try:
-                    results, backs = in_parts(program.call(op, node, (number,), Mesh((count,))), leaves, sent)
+                    results, backs = in_parts(program.call(op, node, (number,), Mesh((count,))), given, sent)
                 except Exception as problem:  # to run in parts not at all is as wrong as to run wrongly
                     wrong.append(f"{label}: {problem!r}")
                     continue
-                wrong += [f"{label}: {what}" for what in differences(results, whole, backs, gradients)]
+                wrong += [f"{label}: result {each}" for each in differences(results, whole)]
+                wrong += [f"{label}: gradient of operand {each}" for each in differences(backs, gradients)]
     return checked, wrong
 
 
@@ -243,6 +240,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], set[str]
     "matmul with a vector": (torch.matmul, ((4, 6, 8), (8,)), {"b0", "m", "k"}),
     "vector by matrix": (torch.matmul, ((8,), (4, 8, 6)), {"b0", "n", "k"}),
     "dot": (torch.matmul, ((8,), (8,)), {"k"}),
+    "outer": (torch.outer, ((8,), (6,)), {"m", "n"}),
     "einsum": (lambda a, b: torch.einsum("bqhd,bkhd->bhqk", a, b), ((2, 4, 6, 8), (2, 10, 6, 8)), set("bhqkd")),
     "einsum with dots": (lambda a, b: torch.einsum("...ij,jk", a, b), ((4, 6, 8), (8, 2)), {"i", "j", "k", "dot0"}),
     "einsum of three": (lambda *t: torch.einsum("bi,bj,ij->b", *t), ((4, 6), (4, 8), (6, 8)), {"b", "i", "j"}),
@@ -290,6 +288,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], set[str]
     "log of a sum": (lambda x: x.logsumexp((0, 2)), (SHAPE,), {"a1"}),
     "variance": (lambda x: x.var(1), (SHAPE,), {"a0", "a2"}),
     "norm": (lambda x: F.normalize(x, dim=1), (SHAPE,), {"a0", "a2"}),
+    "likeness": (lambda x, y: F.cosine_similarity(x, y, 1), (SHAPE, SHAPE), {"a0", "a2"}),
     "sum": (lambda x: x.sum((0, 1)), (SHAPE,), {"a0", "a1", "a2"}),
     "sum, kept": (lambda x: x.sum(1, keepdim=True), (SHAPE,), {"a0", "a1", "a2"}),
     "sum of all": (torch.sum, (SHAPE,), {"a0", "a1", "a2"}),
@@ -335,6 +334,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], set[str]
     "repeated in front": (lambda x: x.repeat(2, 1, 1, 1), (SHAPE,), {"a1", "a2", "a3"}),
     "interleaved": (lambda x: x.repeat_interleave(3, dim=1), (SHAPE,), {"a0", "a1", "a2"}),
     "triangle": (lambda x: x.tril(), (SHAPE,), {"a0"}),
+    "diagonal": (lambda x: x.diagonal(0, 1, 2), (SHAPE,), {"a0"}),
+    "differences": (lambda x: x.diff(dim=1), (SHAPE,), {"a0", "a2"}),
+    "windows": (lambda x: x.unfold(1, 2, 2), (SHAPE,), {"a0", "a2"}),
+    "classes": (lambda x: F.one_hot(x.argmax(2), 8) * x, (SHAPE,), {"a0", "a1", "a2"}),
     "pairs": (rotated, (SHAPE,), {"a0", "a1", "a2"}),
     "fourier": (lambda x: torch.fft.rfft(x, dim=1).abs(), (SHAPE,), {"a0", "a2"}),
     "shuffled pixels": (lambda x: F.pixel_shuffle(x, 2), ((4, 8, 3, 3),), {"a0", "c"}),
@@ -349,6 +352,11 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], set[str]
     "scattered": (lambda x, y: x.scatter(1, index(4, 2, 8, below=6), y), (SHAPE, (4, 2, 8)), {"a0", "a2"}),
     "scattered, added": (lambda x, y: x.scatter_add(1, index(4, 2, 8, below=6), y), (SHAPE, (4, 2, 8)), {"a0", "a2"}),
     "added by index": (lambda x, y: x.index_add(1, index(3, below=6), y), (SHAPE, (4, 3, 8)), {"a0", "a2"}),
+    "looked up": (
+        lambda x: torch.searchsorted(torch.arange(4.0), x) + torch.bucketize(x, torch.arange(4.0)), (SHAPE,),
+        {"a0", "a1", "a2"},
+    ),
+    "distances": (torch.cdist, ((4, 6, 8), (4, 10, 8)), {"b0", "p", "r"}),
     "counted": (lambda x: torch.histc(x.argmax(1).float(), 6, 0, 5), (SHAPE,), {"a0", "a1"}),
     "pooled": (
         lambda x: F.max_pool2d(x, 2) + F.avg_pool2d(x, 2) + F.adaptive_avg_pool2d(x, 3), ((4, 6, 6, 6),), {"n0", "n1"},
@@ -357,6 +365,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], set[str]
     "enlarged": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), ((4, 6, 3, 3),), {"n0", "n1"}),
     "enlarged by copies": (lambda x: F.interpolate(x, size=(6, 9)), ((4, 6, 3, 3),), {"n0", "n1"}),
     "columns": (lambda x: F.unfold(x, 2), ((4, 6, 4, 4),), {"n0"}),
+    "sampled": (lambda x, g: F.grid_sample(x, g.tanh(), align_corners=False), ((4, 6, 4, 4), (4, 3, 3, 2)), {"n", "c"}),
     "weight norm": (lambda v, g: torch._weight_norm(v, g, 2), ((6, 4, 8), (1, 1, 8)), {"a2"}),
     "gated": (lambda x: F.glu(x, 1), (SHAPE,), {"a0", "a2"}),
 }  # fmt: skip

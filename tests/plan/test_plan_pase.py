@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pase import NETWORKS, Corrections, network, tables
+from pase import Corrections, network, tables
 from pase.layers import Builder, Value
 from pase.markov_chain import markov_chain
 from pase.network import Network, Vertex
@@ -76,23 +76,6 @@ def test_parallel_tensors_are_all_counted_once_corrected() -> None:
             assert (corrected[1][pair] > table).any()
         else:
             assert (corrected[1][pair] == table).all()
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("p", [1, 6])
-def test_any_number_of_devices_has_tables_without_holes(name: str, p: int) -> None:
-    for corrected in (False, True):
-        unary, pairs, of = tables(name, p, 24, corrected=corrected)
-        for costs, configs in zip(unary, of.configs, strict=True):
-            assert costs.shape == (len(configs),)
-            assert np.isfinite(costs).all()
-            assert (costs >= 0).all()
-            assert (configs.prod(axis=1) <= p).all()
-        for (source, target), table in pairs.items():
-            assert source < target
-            assert table.shape == (len(of.configs[source]), len(of.configs[target]))
-            assert np.isfinite(table).all()
-            assert (table >= 0).all()
 
 
 def test_a_markov_chain_is_never_below_the_optimum_and_its_history_only_falls() -> None:

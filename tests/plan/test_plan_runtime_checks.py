@@ -67,25 +67,6 @@ def test_what_leaves_an_equal_part_for_every_device_can_be_run(net: CapturedMode
         assert split_by(net, "linear", dim) == []
 
 
-@pytest.mark.parametrize(
-    ("mesh", "split", "reason"),
-    [
-        (Mesh((2, 2)), (0,), "operator 'linear' (aten.linear.default): the split (0,) has 1 entries for the 2 axes"),
-        (Mesh((2,)), (9,), "operator 'linear' (aten.linear.default): the split (9,) names dimension 9 of 4"),
-        (Mesh((4,)), (1,), "operator 'linear' (aten.linear.default): 'm1' cannot be split into 4 equal parts"),
-    ],
-    ids=str,
-)
-def test_a_split_that_is_none_is_refused(net: CapturedModel, mesh: Mesh, split: OpSplit, reason: str) -> None:
-    (found,) = unsupported(net, strategy(net, mesh, {net.op_index["linear"]: split}))
-    assert found.startswith(reason)
-
-
-def test_every_operator_with_a_wrong_split_is_named(net: CapturedModel) -> None:
-    chosen = {net.op_index["linear"]: (1,), net.op_index["square"]: (2,)}
-    assert len(unsupported(net, strategy(net, Mesh((4,)), chosen))) == 2
-
-
 def test_parts_that_do_not_make_up_the_result_are_refused(net: CapturedModel) -> None:
     (reason,) = split_by(changed(net, "amax", all_free), "amax", last_dim(net, "amax"))
     assert "do not add up to the whole" in reason

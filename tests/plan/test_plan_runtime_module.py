@@ -270,13 +270,13 @@ def test_micro_batches_of_one_sample_run_though_their_program_is_another(tmp_pat
 
 
 @contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """The collectives that this process takes part in, by their kinds."""
-    found, before = Counter[str](), MeshCollectives._run
+def counted() -> Iterator[Counter[tuple[Collective, int]]]:
+    """The collectives that this process takes part in, by their kinds and how many elements they leave."""
+    found, before = Counter[tuple[Collective, int]](), MeshCollectives._run
 
-    def counting(self: MeshCollectives, kind: Collective, *given: Any) -> None:
-        found[str(kind)] += 1
-        before(self, kind, *given)
+    def counting(self: MeshCollectives, kind: Collective, taken: Tensor, *given: Any) -> None:
+        found[kind, taken.numel()] += 1
+        before(self, kind, taken, *given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MeshCollectives, "_run", counting)
@@ -365,7 +365,8 @@ def test_what_is_sent_and_kept_is_what_the_strategy_is_known_for(tmp_path: Path)
                 loss, scores = module(made(name)[1])
             with counted() as backward:
                 (loss * 1.5 + scores.square().mean()).backward()
-            assert (forward, backward) == sent[what], what
+            by_kind = [Counter(kind for kind, _ in found.elements()) for found in (forward, backward)]
+            assert by_kind == list(sent[what]), what
 
     def weights_are_freed_after_the_forward_and_gathered_one_by_one(rank: int) -> None:
         for (model, program, strategy, weight), recompute in product(deep, (False, True)):
@@ -478,15 +479,10 @@ def test_what_else_a_module_in_stages_does(tmp_path: Path) -> None:
                 same(f"clipped: {key}", module.full_tensor(value.grad), whole * min(1, limit / float(norm)))
 
     def gradients_travel_once_a_step(rank: int) -> None:
-        module, asked, before = text(), Counter[int](), MeshCollectives._run
-
-        def counting(self: MeshCollectives, kind: Collective, taken: Tensor, *given: Any) -> None:
-            asked[taken.numel()] += kind is Collective.ALL_REDUCE
-            before(self, kind, taken, *given)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(MeshCollectives, "_run", counting)
+        module = text()
+        with counted() as found:
             module.step(wanted.batch)
+        asked = Counter(size for kind, size in found.elements() if kind is Collective.ALL_REDUCE)
         sizes = Counter(value.numel() for value in module.parameters())
         if module.stage == 0:
             assert asked == sizes

@@ -27,15 +27,10 @@ def near(one: float, other: float) -> bool:
 
 
 def brute(problem: Problem) -> tuple[float, float]:
-    """The least cost within the limit and the least weight of an allowed assignment, inf where there is none."""
-    best = least = math.inf
-    for assignment in itertools.product(*[range(len(costs)) for costs in problem.unary]):
-        if (cost := problem.cost(assignment)) < math.inf:
-            weight = problem.weight(assignment)
-            least = min(least, weight)
-            if weight <= problem.limit:
-                best = min(best, cost)
-    return best, least
+    """The least cost within the limit, inf where there is none, and the least weight of any assignment."""
+    every = list(itertools.product(*[range(len(costs)) for costs in problem.unary]))
+    best = min((problem.cost(each) for each in every if problem.weight(each) <= problem.limit), default=math.inf)
+    return best, min(map(problem.weight, every))
 
 
 def edges(kind: str, count: int, draw: np.random.Generator) -> set[tuple[int, int]]:
@@ -51,7 +46,7 @@ def edges(kind: str, count: int, draw: np.random.Generator) -> set[tuple[int, in
     }[kind]
 
 
-def problem_of(kind: str, count: int, draw: np.random.Generator, forbid: bool, weigh: bool) -> Problem:
+def problem_of(kind: str, count: int, draw: np.random.Generator, weigh: bool) -> Problem:
     sizes = draw.integers(1, 5, count)
     shared = {}
 
@@ -62,8 +57,6 @@ def problem_of(kind: str, count: int, draw: np.random.Generator, forbid: bool, w
         costs = draw.integers(-3, 4, shape).astype(float) if draw.random() < 0.5 else draw.normal(size=shape) * 10
         if len(shape) == 2 and draw.random() < 0.5:
             costs = costs[draw.integers(0, shape[0], shape[0])][:, draw.integers(0, shape[1], shape[1])]
-        if forbid:
-            costs[draw.random(shape) < 0.2] = math.inf
         shared[shape] = costs
         return costs
 
@@ -81,11 +74,9 @@ def problem_of(kind: str, count: int, draw: np.random.Generator, forbid: bool, w
 def agrees(problem: Problem, entries: int) -> None:
     best, least = brute(problem)
     if math.isinf(best):
-        with pytest.raises(PlanError) as refused:
+        with pytest.raises(OverLimit) as refused:
             solve(problem, entries=entries, tolerance=0.0)
-        assert isinstance(refused.value, OverLimit) == (least < math.inf)
-        if isinstance(refused.value, OverLimit):
-            assert near(refused.value.least, least)
+        assert near(refused.value.least, least)
         return
     found = solve(problem, entries=entries, tolerance=0.0)
     assert near(problem.cost(found.assignment), found.cost)
@@ -95,15 +86,6 @@ def agrees(problem: Problem, entries: int) -> None:
     assert near(problem.weight(found.assignment), found.weight)
     assert found.weight <= problem.limit
     assert found.entries <= entries  # no table is above what is allowed
-
-
-def test_two_layers_that_would_each_do_best_alone_agree_when_moving_costs_more():
-    split, whole = 0, 1
-    alone = (np.array([0.0, 3.0]), np.array([2.0, 0.0]))
-    moved = {(0, 1): np.array([[0.0, 9.0], [9.0, 0.0]])}
-    found = solve(Problem(alone, moved))
-    assert (found.assignment, found.cost, found.bound, found.optimal) == ((split, split), 2.0, 2.0, True)
-    assert solve(Problem(alone, {})).assignment == (split, whole)
 
 
 def test_a_limit_is_kept_at_the_least_cost_or_refused_with_the_least_weight():
@@ -117,7 +99,7 @@ def test_a_limit_is_kept_at_the_least_cost_or_refused_with_the_least_weight():
 
 def test_a_choice_that_decides_for_all_layers_is_bounded_case_by_case():
     # All layers follow vertex 0: cheap and heavy, or expensive and light. A price says half of each; there is no half.
-    follow = np.array([[0.0, math.inf], [math.inf, 0.0]])
+    follow = np.array([[0.0, 99.0], [99.0, 0.0]])
     layers = 12
     unary = (np.zeros(2), *[np.array([0.0, 1.0])] * layers)
     weights = (np.zeros(2), *[np.array([2.0, 0.0])] * layers)
@@ -130,8 +112,8 @@ def test_a_choice_that_decides_for_all_layers_is_bounded_case_by_case():
 def test_the_optimum_is_that_of_brute_force(kind: str, entries: int):
     for number in range(24):
         draw = rng.generator("solve", kind, number)
-        count = int(draw.integers(1, 7))
-        agrees(problem_of(kind, count, draw, forbid=number % 3 == 0, weigh=number % 2 == 0), entries)
+        count = int(draw.integers(0, 7))
+        agrees(problem_of(kind, count, draw, weigh=number % 2 == 0), entries)
 
 
 @pytest.mark.parametrize("gap", [0.02, 0.4])
@@ -139,7 +121,7 @@ def test_the_optimum_is_that_of_brute_force(kind: str, entries: int):
 def test_an_assignment_is_within_the_gap_that_is_asked_for_and_its_bound_never_above_the_optimum(kind: str, gap: float):
     for number in range(12):
         draw = rng.generator("within", kind, number)
-        problem = problem_of(kind, int(draw.integers(2, 7)), draw, forbid=number % 3 == 0, weigh=True)
+        problem = problem_of(kind, int(draw.integers(2, 7)), draw, weigh=True)
         best, _ = brute(problem)
         if math.isinf(best):
             continue
@@ -189,26 +171,12 @@ def test_a_vertex_that_all_layers_read_costs_as_many_entries_as_it_has_classes_n
 
 
 @pytest.mark.parametrize(
-    ("unary", "pairs", "weights", "says"),
-    [
-        ((np.zeros(0),), {}, None, "no configuration"),
-        ((np.zeros(2),) * 2, {(1, 0): np.zeros((2, 2))}, None, "the lower one first"),
-        ((np.zeros(2),) * 2, {(0, 1): np.zeros((2, 3))}, None, r"a table of \(2, 3\)"),
-        ((np.zeros(2),), {}, (np.array([0.0, -1.0]),), "for each configuration"),
-        ((np.array([0.0, math.nan]),), {}, None, "not a number"),
-        ((np.zeros(2),) * 2, {(0, 1): np.full((2, 2), -math.inf)}, None, "not a number or -inf"),
-        ((np.full(2, math.inf),), {}, None, "configuration of vertex 0 is forbidden"),
-        ((np.zeros(2),) * 2, {(0, 1): np.full((2, 2), math.inf)}, None, "is forbidden"),
-    ],
+    ("unary", "pairs"),
+    [((np.array([0.0, math.nan]),), {}), ((np.zeros(2),) * 2, {(0, 1): np.full((2, 2), math.inf)})],
 )
-def test_a_problem_that_is_none_is_refused(unary, pairs, weights, says):
-    with pytest.raises(PlanError, match=says):
-        solve(Problem(unary, pairs, weights, 1.0))
-
-
-def test_a_problem_without_vertices_costs_nothing():
-    found = solve(Problem((), {}))
-    assert (found.assignment, found.cost, found.optimal) == ((), 0.0, True)
+def test_a_cost_that_is_not_finite_is_refused(unary, pairs):
+    with pytest.raises(PlanError, match="not a finite number"):
+        solve(Problem(unary, pairs))
 
 
 def test_equal_tables_are_compressed_once_and_others_apart():
@@ -261,8 +229,6 @@ def test_two_assignments_are_joined_at_the_best_layer_with_what_each_layer_reads
     assert crossover(problem, [1] * 6, [0] * 6) in ([0, 1, 0, 0, 1, 1], [1, 0, 1, 1, 0, 0])
     assert crossover(replace(problem, limit=11.0), [1] * 6, [0] * 6) in ([0, 1, 0, 0, 1, 1], [1, 0, 1, 1, 0, 0])
     assert crossover(replace(problem, limit=12.0), [1] * 6, [0] * 6) == [0] * 6
-    pairs[3, 4] = np.array([[0.0, math.inf], [math.inf, 0.0]])
-    assert crossover(Problem(problem.unary, pairs, weights, limit=1.0), [1] * 6, [0] * 6) == [1] * 6
 
 
 def test_layers_that_all_change_at_one_price_are_changed_one_after_the_other_until_the_limit_is_kept():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import product as every
 from typing import Any
 
@@ -53,6 +54,10 @@ def cost(graph: Graph, made: Tables, chosen: dict[str, str]) -> tuple[float, flo
         assignment.append(made.splits[op].index((names.index(word) if word != "-" else REPLICATED,)))
     compute = math.fsum(float(costs[k]) for costs, k in zip(made.compute, assignment, strict=True))
     return compute, made.problem().cost(assignment) - compute
+
+
+def weight_of(made: Tables, assignment: Sequence[int]) -> float:
+    return math.fsum(float(memory[k]) for memory, k in zip(made.memory, assignment, strict=True))
 
 
 def names(graph: Graph) -> dict[str, str]:
@@ -142,7 +147,7 @@ def test_memory_is_weights_gradients_states_and_what_the_backward_keeps() -> Non
     kept = sum(operator.saved for operator in graph.operators)
     assert kept > 0
     whole = [own.index((REPLICATED,)) for own in made.splits]
-    assert made.weight(whole) == pytest.approx(2 * elements * 16 + kept)
+    assert weight_of(made, whole) == pytest.approx(2 * elements * 16 + kept)
 
 
 def in_parts(graph: Graph) -> tuple[tuple[int, ...], ...]:
@@ -168,14 +173,13 @@ def test_what_is_gathered_at_once_is_part_of_the_memory_that_a_limit_sees(recomp
     assert found[index[n["fc2"]]] == 2 * weight
     assert found[index[n["fc1"]]] == weight
     assert max(gathered_bytes(graph, mesh, [(REPLICATED,)] * len(graph), recompute)) == 0.0
-    # The limit counts it: the shards alone would fit.
-    config = ParallelConfig(graph, mesh, 1, training)
-    made = tables(graph, mesh, MACHINE, training, lambda op, split: split == splits[op])
-    shards = made.weight([0] * len(graph))
 
     def only(op: int, split: tuple[int, ...]) -> bool:
         return split == splits[op]
 
+    # The limit counts it: the shards alone would fit.
+    config = ParallelConfig(graph, mesh, 1, training)
+    shards = weight_of(tables(graph, mesh, MACHINE, training, only), [0] * len(graph))
     solved = solve_config(config, MACHINE, shards + 2 * weight, only)
     assert solved.cost.memory == pytest.approx(shards + 2 * weight)
     with pytest.raises(OverLimit):
@@ -198,7 +202,7 @@ def test_a_plan_of_one_stage_keeps_a_limit_with_what_it_gathers(share: float) ->
     free = solve_config(config, MACHINE, math.inf)
     every_split = [list(splits(operator, mesh)) for operator in graph.operators]
     fits = [
-        made.weight([own.index(split) for own, split in zip(made.splits, chosen, strict=True)])
+        weight_of(made, [own.index(split) for own, split in zip(made.splits, chosen, strict=True)])
         + max(gathered_bytes(graph, mesh, chosen, recompute=False))
         for made in [tables(graph, mesh, MACHINE, training)]
         for chosen in every(*every_split)
@@ -242,6 +246,6 @@ def test_recomputing_keeps_less_and_computes_more() -> None:
     one = [0] * len(graph)
     parameters = sum(2 * o.outputs[0].bytes for o in graph.operators if o.kind == "parameter")
     saved = sum(o.saved for o in graph.operators)
-    assert kept.weight(one) == pytest.approx(parameters + saved)
-    assert again.weight(one) - parameters < 0.55 * saved
+    assert weight_of(kept, one) == pytest.approx(parameters + saved)
+    assert weight_of(again, one) - parameters < 0.55 * saved
     assert sum(map(np.sum, again.compute)) > sum(map(np.sum, kept.compute))

@@ -49,7 +49,11 @@ def calibrate(device: str = "cpu", devices: int = 1, quick: bool = False) -> Mac
         level = Link("loopback", devices, *fit(found.pop("messages")))
     curve = tuple((float(flops), float(fraction)) for flops, fraction in found.pop("efficiency"))
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    made = DeviceSpec(efficiency=curve, capacity=_capacity(device, devices), **found)
+    if device == "cuda":
+        capacity = float(torch.cuda.mem_get_info()[1])
+    else:
+        capacity = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / devices
+    made = DeviceSpec(efficiency=curve, capacity=capacity, **found)
     return Machine(f"{name} x{devices}, measured", made, (level,))
 
 
@@ -181,12 +185,6 @@ def _starting(watch: Stopwatch) -> tuple[float, float]:
         for _ in range(_ROW):
             out.mul_(1.0)
     return watch(graph.replay) / _ROW, host
-
-
-def _capacity(device: str, devices: int) -> float:
-    if device == "cuda":
-        return float(torch.cuda.mem_get_info()[1])
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / devices
 
 
 def _processes(device: str, devices: int, quick: bool) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 
 import numpy as np
 
@@ -92,8 +93,8 @@ def solve_config(
             break
         picked = (
             free
-            if found.weight(free.assignment) <= total
-            else solve(found.problem(total), tolerance=tolerance, time_limit=seconds)
+            if (limited := found.problem(total)).weight(free.assignment) <= total
+            else solve(limited, tolerance=tolerance, time_limit=seconds)
         )
         if share == 1.0 and not reserved:
             bound = max(bound, picked.bound)  # of a tighter limit than there is, it would be none
@@ -222,7 +223,7 @@ def _launch_seconds(config: ParallelConfig, machine: Machine) -> list[float]:
     """Seconds of a step that a host needs to start the kernels of each operator, which no split makes fewer."""
     once = machine.device.launch * config.training.microbatches
     return [
-        once * (1 + (any(tensor.gradient for tensor in operator.outputs) and operator.kind != PARAMETER))
+        once * (1 + (operator.has_gradient and operator.kind != PARAMETER))
         if operator.flops or operator.moved or operator.kind == PARAMETER
         else 0.0
         for operator in config.graph.operators
@@ -319,10 +320,8 @@ def _choices(graph: Graph, request: PlanRequest) -> Iterator[tuple[int, Mesh, in
             grids = [Mesh(request.options.mesh)] if math.prod(request.options.mesh) == share else []
         else:
             grids = meshes(share, 3 if share <= _MANY else 2)
-        for count in [request.options.microbatches] if request.options.microbatches else _pieces(size, stages):
-            for mesh in grids:
-                for recompute in recomputes:
-                    yield stages, mesh, count, recompute
+        pieces = [request.options.microbatches] if request.options.microbatches else _pieces(size, stages)
+        yield from ((stages, mesh, count, again) for count, mesh, again in product(pieces, grids, recomputes))
 
 
 def _counts(graph: Graph, devices: int) -> list[int]:
@@ -358,7 +357,7 @@ def least_seconds(config: ParallelConfig, machine: Machine) -> float:
     own = [o for o in config.graph.operators if o.kind != PARAMETER]
     flops = np.array([o.flops for o in own]) / share
     moved = np.array([o.moved * (training.width(o.outputs[0]) if o.outputs else 1.0) for o in own])
-    back = np.array([o.backward if any(t.gradient for t in o.outputs) else 0.0 for o in own])
+    back = np.array([o.backward if o.has_gradient else 0.0 for o in own])
     forward = machine.compute_seconds(flops, moved / share, training.dtype)
     backward = machine.compute_seconds(back * flops, back * moved / share, training.dtype)
     times = np.where(back > 0, 2.0 if training.recompute else 1.0, 1.0)

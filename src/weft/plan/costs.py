@@ -6,7 +6,6 @@ tables.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -86,10 +85,6 @@ class Tables:
     def chosen(self, assignment: Sequence[int]) -> tuple[OpSplit, ...]:
         """The splits of an assignment."""
         return tuple(splits[k] for splits, k in zip(self.splits, assignment, strict=True))
-
-    def weight(self, assignment: Sequence[int]) -> float:
-        """Bytes of a device under an assignment."""
-        return math.fsum(float(memory[k]) for memory, k in zip(self.memory, assignment, strict=True))
 
 
 SplitFilter = Callable[[int, OpSplit], bool]
@@ -198,7 +193,7 @@ class _CostBuilder:
         whole = np.array([self._local_bytes(operator, split) for split in choices]) / touched
         held = operator.moved * self.training.width(operator.outputs[0]) * whole
         forward = machine.compute_seconds(operator.flops / parts, held, training.dtype)
-        if not any(tensor.gradient for tensor in operator.outputs):
+        if not operator.has_gradient:
             return forward * training.microbatches
         times = operator.backward
         backward = machine.compute_seconds(times * operator.flops / parts, times * held, training.dtype)

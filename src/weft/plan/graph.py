@@ -88,6 +88,11 @@ class Operator:
     module: str = ""
     known: bool = True
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient flows back through an output."""
+        return any(tensor.gradient for tensor in self.outputs)
+
 
 @dataclass(frozen=True, slots=True)
 class Graph:

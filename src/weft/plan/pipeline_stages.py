@@ -71,7 +71,7 @@ def stage_anchors(graph: Graph) -> list[int]:
             first[read.source] = op
     for op in reversed(range(len(graph))):
         operator = graph.operators[op]
-        moves = bool(operator.reads) and any(tensor.gradient for tensor in operator.outputs)
+        moves = bool(operator.reads) and operator.has_gradient
         if not moves and op in first:
             anchors[op] = anchors[first[op]]
     return anchors
@@ -212,9 +212,7 @@ def best_boundaries(spans: Sequence[Spans], microbatches: int) -> tuple[int, ...
     together, ends = _least(spans, lowest)
     best = step(together, lowest)
     # What is left to win is a smaller sum under a higher limit, until even the least sum of all would not do.
-    loosest, found = _least(spans, math.inf)
-    if not rest:  # then the slowest counts among equals alone
-        return ends if together <= loosest else found
+    loosest, _ = _least(spans, math.inf)
     highest = (microbatches * best - loosest) / rest
     values = np.unique(np.concatenate([span[(span > lowest) & (span < highest)] for span in _distinct(spans)]))
     # Of a range of these, the slowest stage takes at least its first, and all stages together at least what they do

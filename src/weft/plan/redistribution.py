@@ -105,7 +105,7 @@ def gathered_again(graph: Graph, recompute: bool) -> frozenset[tuple[int, int]]:
     needed: set[int] = set()  # views of weights that are needed again
     for op in reversed(range(len(graph))):
         operator = graph.operators[op]
-        if not any(tensor.gradient for tensor in operator.outputs) and op not in needed:
+        if not operator.has_gradient and op not in needed:
             continue
         factors = [number for number, read in enumerate(operator.reads) if not _is_addend(operator, read.tensor)]
         for number, read in enumerate(operator.reads):

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 
-
 COST_KEYS = {"step_time": "step", "lower_bound": "bound"}
 """Fields of `PlanCost` that a file calls otherwise."""
 

@@ -17,6 +17,7 @@ from weft.plan.capture.export import Batch, ExportResult, Loss, NamedBatch, expo
 from weft.plan.capture.op_call import (
     RULES,
     IterationSpace,
+    NoRule,
     OpCall,
     TensorArgument,
     TensorValue,
@@ -89,12 +90,11 @@ class _GraphBuilder:
     spaces: dict[int, IterationSpace] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def add(self, node: fx.Node, made: Operator, results: tuple[TensorValue, ...]) -> None:
+    def add(self, made: Operator, results: tuple[TensorValue, ...]) -> None:
         op = len(self.operators)
         self.operators.append(made)
-        self.values[node.name] = (op, 0)
-        for number, value in enumerate(results):
-            self.tensors[op, number] = value
+        self.values[made.name] = (op, 0)
+        self.tensors.update({(op, number): value for number, value in enumerate(results)})
 
 
 def _build(
@@ -165,7 +165,7 @@ def _source(builder: _GraphBuilder, node: fx.Node, value: torch.Tensor, found: E
     dims = tuple(made(label, size) for label, size in zip(names("a", len(shape)), shape, strict=True))
     module = target.rpartition(".")[0] if kind != INPUT else ""
     out = own.tensor(tuple(range(len(shape))), gradient)
-    builder.add(node, Operator(node.name, kind, target, dims, (), (out,), backward=0.0, module=module), (own,))
+    builder.add(Operator(node.name, kind, target, dims, (), (out,), backward=0.0, module=module), (own,))
 
 
 def _target(node: fx.Node) -> str:
@@ -214,7 +214,7 @@ def _call(builder: _GraphBuilder, node: fx.Node) -> None:
         module=_module(node),
         known=found.kind != UNKNOWN,
     )
-    builder.add(node, entry, call.results)
+    builder.add(entry, call.results)
 
 
 def _space(builder: _GraphBuilder, node: fx.Node, call: OpCall) -> IterationSpace | None:
@@ -225,6 +225,8 @@ def _space(builder: _GraphBuilder, node: fx.Node, call: OpCall) -> IterationSpac
         return None
     try:
         return rule(replace(call, given=_arguments(node, call.operands)))
+    except NoRule:
+        return None
     except Exception as problem:  # a rule must not be in the way of a plan: without it the operator is replicated
         log.warning("the rule for %s failed on '%s': %r", call.target, node.name, problem)
         builder.notes.append(f"the rule for {call.target} failed: {problem!r}")
@@ -301,14 +303,13 @@ def _saved(operators: Sequence[Operator], spaces: Mapping[int, IterationSpace]) 
                 roots[op, number] = sources[number if len(sources) == len(entry.outputs) else 0]
             else:
                 roots[op, number] = (op, number)
-        if space is not None and any(tensor.gradient for tensor in entry.outputs):
+        if space is not None and entry.has_gradient:
             kept.update(sources[number] for number in space.saved_operands)
             kept.update(roots[op, number] for number in space.saved_results)
     for op, entry in enumerate(operators):
-        space = spaces.get(op)
-        if space is None:
+        if (space := spaces.get(op)) is None:
             yield entry
             continue
         own = sum(tensor.bytes for number, tensor in enumerate(entry.outputs) if (op, number) in kept)
-        extra = space.extra if any(tensor.gradient for tensor in entry.outputs) else 0.0
+        extra = space.extra if entry.has_gradient else 0.0
         yield replace(entry, saved=float(own + extra))

@@ -9,7 +9,14 @@ import traceback
 
 import torch
 
+_BRANCHES = {"GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"}
 _BRANCH = re.compile(r"data-dependent|dynamic control flow|control flow|is_nonzero|_local_scalar_dense|Guard")
+_OUTSIDE = (  # where the files lie that are not the model's
+    os.path.dirname(torch.__file__),
+    os.path.dirname(os.path.dirname(os.path.dirname(__file__))),
+    "<",
+    os.path.dirname(os.__file__) + os.sep + "contextlib",
+)
 
 
 def diagnose(problem: BaseException) -> str:
@@ -26,18 +33,11 @@ def diagnose(problem: BaseException) -> str:
     if missing := _missing(problem):
         name, function = missing
         return f"'{name}' is None where {function} needs a tensor ({first}){at}: give it in the batch"
-    if _is_branch(problem):
+    kind = type(problem).__name__
+    maybe = kind in ("UserError", "Unsupported", "TorchRuntimeError") and _BRANCH.search(text)
+    if kind in _BRANCHES or maybe:
         return f"it decides by the values of tensors (data-dependent control flow){named}{at or ': ' + first}"
-    return f"{first} ({type(problem).__name__}{named}){at}"
-
-
-def _is_branch(problem: BaseException) -> bool:
-    """Whether tracing failed because the model decides by the values of tensors."""
-    text = str(problem)
-    kinds = {"GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"}
-    return type(problem).__name__ in kinds or (
-        type(problem).__name__ in ("UserError", "Unsupported", "TorchRuntimeError") and bool(_BRANCH.search(text))
-    )
+    return f"{first} ({kind}{named}){at}"
 
 
 def _missing(problem: BaseException) -> tuple[str, str] | None:
@@ -50,7 +50,7 @@ def _missing(problem: BaseException) -> tuple[str, str] | None:
     found = None
     for frame, line in zip(reversed(frames), reversed(lines), strict=True):
         code = frame.f_code
-        if code.co_filename.startswith(_outside()):
+        if code.co_filename.startswith(_OUTSIDE):
             break
         given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         words = re.findall(r"\w+", line)
@@ -64,17 +64,7 @@ def _missing(problem: BaseException) -> tuple[str, str] | None:
 def _line(problem: BaseException) -> str:
     """The innermost line of code that is neither torch's nor this package's."""
     for frame in reversed(traceback.extract_tb(problem.__traceback__)):
-        if not frame.filename.startswith(_outside()):
+        if not frame.filename.startswith(_OUTSIDE):
             code = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
             return f"{os.path.basename(frame.filename)}:{frame.lineno} `{code}`"
     return ""
-
-
-def _outside() -> tuple[str, ...]:
-    """Where the files lie that are not the model's."""
-    return (
-        os.path.dirname(torch.__file__),
-        os.path.dirname(os.path.dirname(os.path.dirname(__file__))),
-        "<",
-        os.path.dirname(os.__file__) + os.sep + "contextlib",
-    )

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -48,7 +49,8 @@ class NamedBatch:
         for key, value in [(0, batch)] if isinstance(batch, Tensor) else batch_items(batch):
             if isinstance(value, Tensor):
                 name = f"input_{key}" if isinstance(key, int) or not key.isidentifier() else key
-                tensors[name] = _copy(value, device)
+                # A copy, because export takes two inputs that are one tensor for one input; values do not matter.
+                tensors[name] = torch.zeros_like(value, device=device, requires_grad=False)
                 keys[name] = key
             elif value is not None and not isinstance(value, (bool, int, float, str)):
                 kind = type(value).__name__
@@ -64,13 +66,6 @@ class NamedBatch:
         if isinstance(self.given, Mapping):
             return {key: found.get(key, value) for key, value in self.given.items()}
         return tuple(found.get(index, value) for index, value in enumerate(self.given))
-
-
-def _copy(value: Tensor, device: torch.device) -> Tensor:
-    # A copy, because export takes two inputs that are one tensor for one input. Values do not matter, only their kind.
-    if device.type == "meta" or value.is_meta:
-        return torch.zeros(value.shape, dtype=value.dtype, device=device, requires_grad=False)
-    return value.detach().to(device, copy=True)
 
 
 log = logging.getLogger("weft.plan")
@@ -151,16 +146,11 @@ def _export(model: nn.Module, named: NamedBatch, method: str, changes: Collectio
 def _quiet() -> Iterator[None]:
     # Export warns of what is known, and prints and logs the graph of a failure; the reason is in what it raises.
     loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith("torch")]
-    before = [logger.disabled for logger in loggers]
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), contextlib.ExitStack() as disabled:
         warnings.simplefilter("ignore")
         for logger in loggers:
-            logger.disabled = True
-        try:
-            yield
-        finally:
-            for logger, was in zip(loggers, before, strict=True):
-                logger.disabled = was
+            disabled.enter_context(mock.patch.object(logger, "disabled", True))
+        yield
 
 
 Loss = Callable[[Any, Any], Tensor]
@@ -179,7 +169,7 @@ def with_loss(model: nn.Module, named: NamedBatch, loss: Loss | None) -> Iterato
         output = call_model(inner, batch)
         return _plain(output) if loss is None else loss(output, batch)
 
-    with _patched(model, forward):
+    with mock.patch.object(model, "forward", forward):
         yield
 
 
@@ -212,7 +202,7 @@ def deterministic(model: nn.Module) -> Iterator[DeterministicExport]:
         with mode:
             return inner(**tensors)
 
-    with _patched(model, forward):
+    with mock.patch.object(model, "forward", forward):
         yield mode
 
 
@@ -231,24 +221,8 @@ def custom_functions() -> Iterator[set[str]]:
             found.add(cls.__name__)
         return before.__func__(cls, *args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
+    with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
         yield found
-    finally:
-        torch.autograd.Function.apply = before  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _patched(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    own = model.__dict__.get("forward")
-    model.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del model.__dict__["forward"]
-        else:
-            model.__dict__["forward"] = own
 
 
 def _plain(output: Any) -> Any:
@@ -270,21 +244,14 @@ def true_lstm_states() -> Iterator[None]:
     Torch 2.11 leaves an axis of one in them that real states have not, and what reads them would be captured in shapes
     that it never has.
     """
-    module: Any = decompositions
-    layer = getattr(module, "one_layer_lstm", None)
-    if layer is None:  # it is torch's own business where this is
-        yield
-        return
+    layer: Any = getattr(decompositions, "one_layer_lstm", None)  # it is torch's own business where this is
 
     def squeezed(value: Tensor, hidden: tuple[Tensor, Tensor], *rest: Any, **options: Any) -> Any:
         out, states = layer(value, hidden, *rest, **options)
         return out, tuple(state.reshape(*hidden[0].shape[:-1], state.shape[-1]) for state in states)
 
-    module.one_layer_lstm = squeezed
-    try:
+    with mock.patch.object(decompositions, "one_layer_lstm", squeezed) if layer else contextlib.nullcontext():
         yield
-    finally:
-        module.one_layer_lstm = layer
 
 
 Made = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from weft.plan.graph import Dim, Tensor
 
@@ -77,10 +78,6 @@ class OpCall:
         if found is None or found == []:
             return frozenset(range(rank))
         return frozenset(axis % rank if rank else 0 for axis in ([found] if isinstance(found, int) else found))
-
-    def operand(self, name: str) -> TensorArgument | None:
-        found = self.given.get(name)
-        return found if isinstance(found, TensorArgument) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,28 +173,24 @@ def names(prefix: str, count: int) -> tuple[str, ...]:
     return tuple(f"{prefix}{number}" for number in range(count))
 
 
-def broadcast(shape: Sequence[int], onto: Sequence[int], labels: AxisNames) -> AxisNames | None:
-    """The names of the axes of a tensor that is broadcast onto a shape with these names; None where it cannot be.
+class NoRule(Exception):
+    """This call of the operator has no rule."""
+
+
+def broadcast(shape: Sequence[int], onto: Sequence[int], labels: AxisNames) -> AxisNames:
+    """The names of the axes of a tensor that is broadcast onto a shape with these names; NoRule where it cannot be.
 
     >>> broadcast((1, 8), (4, 3, 8), ("b", "m", "n"))
     (None, 'n')
     """
-    if len(shape) > len(onto):
-        return None
-    aligned = list(zip(shape, onto[len(onto) - len(shape) :], labels[len(onto) - len(shape) :], strict=True))
-    if any(size not in (1, target) for size, target, _ in aligned):
-        return None
+    missing = len(onto) - len(shape)
+    if missing < 0 or any(size not in (1, target) for size, target in zip(shape, onto[missing:], strict=True)):
+        raise NoRule
+    aligned = zip(shape, onto[missing:], labels[missing:], strict=True)
     return tuple(name if size == target else None for size, target, name in aligned)
 
 
 def tensors(argument: Any) -> Iterator[fx.Node]:
     """The nodes in an argument that hold one tensor, in the order in which the operands of an operator are counted."""
-    if isinstance(argument, fx.Node):
-        if isinstance(argument.meta.get("val"), torch.Tensor):
-            yield argument
-    elif isinstance(argument, (list, tuple)):
-        for part in argument:
-            yield from tensors(part)
-    elif isinstance(argument, Mapping):
-        for part in argument.values():
-            yield from tensors(part)
+    nodes = (leaf for leaf in pytree.tree_leaves(argument) if isinstance(leaf, fx.Node))
+    return (node for node in nodes if isinstance(node.meta.get("val"), torch.Tensor))

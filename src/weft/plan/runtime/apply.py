@@ -1,4 +1,4 @@
-"""From a plan to the processes that run it.
+"""From a plan to the processes that run it, or every reason why they cannot, before anything runs.
 
 The plan's graph of a micro-batch is derived from that of the whole batch. A program of fewer samples may still differ:
 a model may treat a single sample apart in what has no gradient, and an axis of one is no dimension of a reshape. So the
@@ -19,13 +19,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.errors import PlanError
 from weft.plan.capture import CapturedModel, capture
 from weft.plan.graph import Graph, Operator, batch_size
-from weft.plan.runtime.checks import invalid_split, unsupported_operators
+from weft.plan.runtime.local_ops import local_kernel
 from weft.plan.runtime.module import ParallelModule, StepOptions
 from weft.plan.runtime.p2p import ProcessGrid, Stages, name_lost_peer
 from weft.plan.runtime.parameters import storage_owners
-from weft.plan.runtime.program import CapturedProgram, ValueRef, split_batch
+from weft.plan.runtime.program import (
+    CannotShard,
+    CapturedProgram,
+    LocalKernel,
+    Operand,
+    ShardedCall,
+    ValueRef,
+    leaves,
+    replace_leaves,
+    split_batch,
+)
+from weft.plan.runtime.redistribute import ShapeOnlyCollectives
 from weft.plan.runtime.stages import StageGraph
-from weft.plan.sharding import REPLICATED, Mesh, OpSplit, ShardingStrategy
+from weft.plan.sharding import REPLICATED, Mesh, OpSplit, ShardingStrategy, local_shape, splits
 
 if TYPE_CHECKING:
     from weft.plan.plan import Plan
@@ -112,13 +123,13 @@ def program_of(plan: Plan) -> tuple[CapturedModel, ShardingStrategy, tuple[int |
 
 
 def transfer_splits(
-    planned: Graph, splits: Sequence[OpSplit], stage: Sequence[int], found: Graph, mesh: Mesh
+    planned: Graph, old_splits: Sequence[OpSplit], stage: Sequence[int], found: Graph, mesh: Mesh
 ) -> tuple[tuple[OpSplit, ...], tuple[int | None, ...]]:
     """The split and the stage of each operator of ``found``. Operators through which gradients flow must be those of
     the plan in its order, else PlanError; others are found by their names, and have no stage where the plan lacks
     them."""
-    ours = [op for op, each in enumerate(found.operators) if _learns(each)]
-    theirs = [op for op, each in enumerate(planned.operators) if _learns(each)]
+    ours = [op for op, each in enumerate(found.operators) if each.has_gradient]
+    theirs = [op for op, each in enumerate(planned.operators) if each.has_gradient]
     for own, other in zip(ours, theirs, strict=False):
         mine, wanted = found.operators[own], planned.operators[other]
         if mine.target != wanted.target:
@@ -132,19 +143,15 @@ def transfer_splits(
             "plan with microbatches=1, or with micro-batches of more samples"
         )
     pairs = dict(zip(ours, theirs, strict=True))
-    named = {(each.name, each.target): op for op, each in enumerate(planned.operators) if not _learns(each)}
+    named = {(each.name, each.target): op for op, each in enumerate(planned.operators) if not each.has_gradient}
     whole: OpSplit = (REPLICATED,) * len(mesh.sizes)
     new: list[OpSplit] = []
     stages: list[int | None] = []
     for op, operator in enumerate(found.operators):
         old = pairs.get(op, named.get((operator.name, operator.target)))
         stages.append(None if old is None else stage[old])
-        new.append(whole if old is None else _split(planned.operators[old], operator, splits[old], mesh))
+        new.append(whole if old is None else _split(planned.operators[old], operator, old_splits[old], mesh))
     return tuple(new), tuple(stages)
-
-
-def _learns(operator: Operator) -> bool:
-    return any(tensor.gradient for tensor in operator.outputs)
 
 
 def _split(old: Operator, new: Operator, split: OpSplit, mesh: Mesh) -> OpSplit:
@@ -152,7 +159,7 @@ def _split(old: Operator, new: Operator, split: OpSplit, mesh: Mesh) -> OpSplit:
     if [dim.name for dim in old.dims] != [dim.name for dim in new.dims]:
         split = tuple(_dim(old, new, dim) if dim >= 0 else dim for dim in split)
     for axis in reversed(range(len(split))):
-        if invalid_split(new, split, mesh) is None:
+        if split in splits(new, mesh):
             break
         split = (*split[:axis], REPLICATED, *split[axis + 1 :])
     return split
@@ -168,3 +175,70 @@ def _dim(old: Operator, new: Operator, dim: int) -> int:
             if found is not None:
                 return found
     return REPLICATED
+
+
+def unsupported(
+    captured: CapturedModel,
+    strategy: ShardingStrategy,
+    stage: Sequence[int | None] | None = None,
+    whole_steps: bool = False,
+) -> list[str]:
+    """Why a strategy cannot be run; empty if it can. ``stage`` says where each operator runs, if not in one stage; with
+    ``whole_steps`` the program must have a loss, as stages, micro-batches and recomputation need."""
+    if found := unsupported_operators(captured, strategy):
+        return found
+    try:
+        StageGraph.of(CapturedProgram(captured), strategy, stage or [0] * len(captured.graph), whole_steps)
+    except PlanError as problem:
+        return [str(problem)]
+    return []
+
+
+def unsupported_operators(captured: CapturedModel, strategy: ShardingStrategy) -> list[str]:
+    """A reason for each operator that cannot be run."""
+    found, seen = list[str](), dict[str, str | None]()
+    program = CapturedProgram(captured)
+    for op, node in program.calls():
+        call = program.call(op, node, strategy.splits[op], strategy.mesh)
+        reason = None
+        try:
+            made = local_kernel(call)
+            if call.is_split:
+                key = _fingerprint(call, made)  # equal layers are checked once
+                reason = seen[key] if key in seen else seen.setdefault(key, _wrong_shape(call, made))
+        except CannotShard as problem:
+            reason = str(problem)
+        if reason:
+            found.append(f"operator '{call.operator.name}' ({call.operator.target}): {reason}")
+    return found
+
+
+def _wrong_shape(call: ShardedCall, made: LocalKernel) -> str | None:
+    """Computes the part without data: it must come out as the part of the result that it should be."""
+
+    def empty_part(operand: Operand) -> torch.Tensor:
+        shape = local_shape(operand.tensor.shape, call.operand_placements(operand), call.mesh)
+        return torch.empty(shape, dtype=operand.dtype, device="meta")
+
+    try:
+        with torch.no_grad():
+            parts = replace_leaves([made.args, made.kwargs], Operand, empty_part)
+            got = made.run(ShapeOnlyCollectives(call.mesh.sizes), *parts)
+    except Exception as problem:
+        return f"its kernel does not take parts ({str(problem).splitlines()[0] if str(problem) else problem!r})"
+    for output, result in enumerate(got if isinstance(got, (tuple, list)) else (got,)):
+        used = isinstance(result, torch.Tensor) and output in call.used_outputs
+        if used and tuple(result.shape) != call.shape(output):
+            return f"its part has the shape {tuple(result.shape)}, not {call.shape(output)}"
+    return None
+
+
+def _fingerprint(call: ShardedCall, made: LocalKernel) -> str:
+    """All that the shapes of a part depend on."""
+    shapes = [
+        (local_shape(each.tensor.shape, call.operand_placements(each), call.mesh), str(each.dtype))
+        for each in leaves([made.args, made.kwargs], Operand)
+    ]
+    results = [call.shape(output) for output in sorted(call.used_outputs)]
+    plain = replace_leaves([made.args, made.kwargs], Operand, lambda operand: None)
+    return repr((str(call.target), shapes, results, plain, call.split))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.plan.runtime.program import CannotShard, LocalKernel, Operand, ShardedCall, operands
+from weft.plan.runtime.program import CannotShard, LocalKernel, Operand, ShardedCall, leaves
 from weft.plan.runtime.random_ops import DRAW_RULES, RANDOM_RULES, is_random
 from weft.plan.runtime.redistribute import MeshCollectives, all_reduce
 
@@ -232,18 +232,13 @@ def _instance_norm(call: ShardedCall) -> LocalKernel:
     return call.kernel()
 
 
-BATCH_NORM_RULES: dict[str, Rule] = {
-    **dict.fromkeys(SYNCHRONISED, _batch_norm),
-    **dict.fromkeys(_FIXED, _fixed),
-    "instance_norm": _instance_norm,
-}
-
-
 _RULES: dict[str, Rule] = {
     **SHAPE_RULES,
     **PRODUCT_RULES,
     **LOSS_RULES,
-    **BATCH_NORM_RULES,
+    **dict.fromkeys(SYNCHRONISED, _batch_norm),
+    **dict.fromkeys(_FIXED, _fixed),
+    "instance_norm": _instance_norm,
     **RANDOM_RULES,
 }
 
@@ -253,7 +248,8 @@ _ADDS_UP = frozenset({"sum", "histc", *PRODUCT_RULES, *LOSS_RULES, *SYNCHRONISED
 
 def local_kernel(call: ShardedCall) -> LocalKernel:
     """How the operator computes its part. Raises CannotShard with the reason where it cannot."""
-    _refuse_mutation(call)
+    if isinstance(call.target, torch._ops.OpOverload) and call.target._schema.is_mutable:
+        raise CannotShard("it changes its operands in place, and parts of them are copies")
     if not call.is_split:
         return (STRIDE_RULES.get(call.name) or DRAW_RULES.get(call.name, ShardedCall.kernel))(call)
     _refuse_torn_operands(call)
@@ -267,14 +263,9 @@ def local_kernel(call: ShardedCall) -> LocalKernel:
     return rule(call) if rule is not None else call.kernel()
 
 
-def _refuse_mutation(call: ShardedCall) -> None:
-    if isinstance(call.target, torch._ops.OpOverload) and call.target._schema.is_mutable:
-        raise CannotShard("it changes its operands in place, and parts of them are copies")
-
-
 def _refuse_torn_operands(call: ShardedCall) -> None:
     """A split cuts an operand along one axis for each dimension; a tensor that has it twice cannot be cut so."""
-    for tensor in (*(found.tensor for found in operands([call.args, call.kwargs])), *call.operator.outputs):
+    for tensor in (*(found.tensor for found in leaves([call.args, call.kwargs], Operand)), *call.operator.outputs):
         for dim in set(call.split):
             if dim >= 0 and tensor.dims.count(dim) > 1 and call.parts(dim) > 1:
                 raise CannotShard(f"'{call.operator.dims[dim].name}' cuts two axes of one tensor")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,9 +22,7 @@ from weft.plan.runtime.program import (
     Operand,
     ShardedCall,
     ValueRef,
-    fill_operands,
     leaves,
-    operands,
     replace_leaves,
 )
 from weft.plan.runtime.random_ops import is_random, whole_draw
@@ -91,10 +90,8 @@ class Compute:
         return [register for _, register in self.targets]
 
     def run(self, registers: list[Any], collectives: MeshCollectives) -> None:
-        args, kwargs = (
-            replace_leaves(given, Register, lambda register: registers[register.number])
-            for given in (self.args, self.kwargs)
-        )
+        given = [self.args, self.kwargs]
+        args, kwargs = replace_leaves(given, Register, lambda register: registers[register.number])
         out = self.compute(collectives, args, kwargs)
         several = isinstance(out, (tuple, list))
         for output, target in self.targets:
@@ -140,7 +137,7 @@ def lower(
             placements[ValueRef(op, output)] = without_partials(found) if output in how.whole else found
     requested: _Requests = defaultdict(dict)
     for _, call, how in made:
-        for operand in operands([how.args, how.kwargs]):
+        for operand in leaves([how.args, how.kwargs], Operand):
             wanted, gradient = _operand_request(call, operand)
             requested[operand.value, wanted][gradient] = None
     ends = {value: without_partials(placements[value]) if value in keep_sharded else whole for value in results}
@@ -215,7 +212,7 @@ class _Lowering:
         def register(operand: Operand) -> Register:
             return Register(self.fetch(operand.value, *_operand_request(call, operand)))
 
-        args, kwargs = fill_operands(how.args, register), fill_operands(how.kwargs, register)
+        args, kwargs = replace_leaves(how.args, Operand, register), replace_leaves(how.kwargs, Operand, register)
         targets = tuple((output, self.register(ValueRef(op, output))) for output in sorted(call.used_outputs))
         self.instructions.append(Compute(call.operator.name, how.run, args, kwargs, targets))
 
@@ -248,25 +245,19 @@ class Segment:
         if not self.recompute or not self.outputs or not torch.is_grad_enabled():
             self._execute(registers, collectives, resharding)
             return
-        results = checkpoint(
-            self._alone(len(registers), collectives),
-            *(registers[register] for register in self.inputs),
-            use_reentrant=False,
-        )
+
+        def alone(*values: Any) -> tuple[Tensor, ...]:
+            own: list[Any] = [None] * len(registers)
+            for register, value in zip(self.inputs, values, strict=True):
+                own[register] = value
+            self._execute(own, collectives, None)
+            return tuple(own[register] for register in self.outputs)
+
+        results = checkpoint(alone, *(registers[register] for register in self.inputs), use_reentrant=False)
         for register in {register for instruction in self.instructions for register in instruction.frees}:
             registers[register] = None
         for register, value in zip(self.outputs, results, strict=True):
             registers[register] = value
-
-    def _alone(self, count: int, collectives: MeshCollectives) -> Callable[..., tuple[Tensor, ...]]:
-        def run(*values: Any) -> tuple[Tensor, ...]:
-            registers: list[Any] = [None] * count
-            for register, value in zip(self.inputs, values, strict=True):
-                registers[register] = value
-            self._execute(registers, collectives, None)
-            return tuple(registers[register] for register in self.outputs)
-
-        return run
 
     def _execute(
         self, registers: list[Any], collectives: MeshCollectives, resharding: ReshardAfterForward | None
@@ -286,28 +277,21 @@ def segments(
     """The instructions in segments: one for each run of a layer's calls, and of those that belong to none. A
     redistribution belongs to the call that it is made for. ``layers``: a call's name -> its layer; without it nothing
     is computed again."""
-    names: list[str] = []
-    following = ""
+    name, later = "", frozenset(program.results.values())
+    backward = []  # of each instruction: its layer, and the registers that are read after it
     for instruction in reversed(instructions):
         if isinstance(instruction, Compute):
-            following = (layers or {}).get(instruction.name, "")
-        names.append(following)
-    names.reverse()
-    later = set(program.results.values())
-    after: list[frozenset[int]] = []  # of each instruction: the registers that are read after it
-    for instruction in reversed(instructions):
-        after.append(frozenset(later))
-        later.update(instruction.reads)
-    after.reverse()
+            name = (layers or {}).get(instruction.name, "")
+        backward.append((instruction, name, later))
+        later = later.union(instruction.reads)
     found = []
-    for name, group in groupby(range(len(instructions)), key=lambda number: names[number]):
-        numbers = list(group)
-        members = tuple(instructions[number] for number in numbers)
+    for name, group in groupby(reversed(backward), key=itemgetter(1)):
+        members, _, afters = zip(*group, strict=True)
         made: set[int] = set()
         reads: dict[int, None] = {}
         for instruction in members:
             reads.update(dict.fromkeys(register for register in instruction.reads if register not in made))
             made.update(instruction.writes)
-        outputs = tuple(sorted(made & after[numbers[-1]]))
+        outputs = tuple(sorted(made & afters[-1]))
         found.append(Segment(members, tuple(reads), outputs, bool(name)))
     return tuple(found)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils import _pytree as pytree
 
 from weft.errors import PlanError
 from weft.plan.capture import Batch
@@ -137,9 +138,8 @@ class ParallelModule(nn.Module):
             self._compare_rng()
         self._run(program, segments, registers)
         outputs = self._signature.outputs
-        return self._signature.result(
-            [registers[program.results[each]] if isinstance(each, ValueRef) else each[0] for each in outputs]
-        )
+        leaves = [registers[program.results[each]] if isinstance(each, ValueRef) else each[0] for each in outputs]
+        return pytree.tree_unflatten(leaves, self._signature.tree)
 
     @cached_property
     def _forward_program(self) -> tuple[LocalProgram, tuple[Segment, ...]]:

@@ -32,7 +32,6 @@ class StageP2P:
     ) -> None:
         self.grid, self.device = grid, device
         self.receives, self.sends = tuple(receives), tuple(sends)
-        self.gradients_out = tuple(each for each in self.receives if each.edge.gradient)
         self.gradients_in = tuple(each for each in self.sends if each.edge.gradient)
         self._going: list[tuple[Any, Tensor]] = []
         self._handshake()
@@ -49,24 +48,23 @@ class StageP2P:
         return self._receive([(each, each.edge.target) for each in self.gradients_in], self.grid.backward)
 
     def send_gradients(self, tensors: Sequence[Tensor]) -> None:
-        """For each of ``gradients_out``, to the stages before."""
-        self._send([(each, each.edge.source) for each in self.gradients_out], tensors, self.grid.backward)
+        """For each value that was received and has one, to the stages before."""
+        self._send([(e, e.edge.source) for e in self.receives if e.edge.gradient], tensors, self.grid.backward)
 
     def wait_for_sends(self) -> None:
         """Waits until everything has been taken."""
-        while self._going:
-            work, _ = self._going.pop(0)
+        for work, _ in self._going:
             work.wait()
+        self._going.clear()
 
     def _receive(self, items: Sequence[tuple[P2PTensor, int]], group: Any) -> list[Tensor]:
-        found, works = [], []
+        found, works = [], list[Any]()
         for item, stage in items:
             tensor = torch.empty(item.shape, dtype=item.dtype, device=self.device)
             if tensor.numel():
                 works.append(dist.irecv(_plain(tensor), src=self.grid.rank(stage), group=group))
             found.append(tensor)
         for work in works:
-            assert work is not None
             work.wait()
         return found
 
@@ -149,9 +147,9 @@ class ProcessGrid:
                 made = group(ranks[list(stages), number].tolist())
                 if stage in stages and number == device:
                     ties[stages] = made
-        return cls(
-            ranks, stage, device, _mesh(axes, kind, ranks[stage].view(mesh.sizes)), world, forward, backward, ties
-        )
+        names = tuple(f"axis{number}" for number in range(len(axes)))
+        device_mesh = DeviceMesh.from_group(axes, kind, mesh=ranks[stage].view(mesh.sizes), mesh_dim_names=names)
+        return cls(ranks, stage, device, device_mesh, world, forward, backward, ties)
 
     def rank(self, stage: int) -> int:
         """The process of the same device in another stage."""
@@ -162,31 +160,17 @@ class ProcessGrid:
         return int(self.ranks[stage, 0])
 
 
-def _mesh(groups: list[Any], kind: str, ranks: torch.Tensor) -> DeviceMesh:
-    if len(groups) == 1:
-        return DeviceMesh.from_group(groups[0], kind)
-    names = tuple(f"axis{number}" for number in range(len(groups)))
-    return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
-
-
 @contextmanager
 def name_lost_peer(doing: Callable[[], object]) -> Iterator[None]:
     """Within the block a lost process is reported as such, with what was being done."""
     try:
         yield
     except RuntimeError as problem:
-        if not _is_lost(problem):
+        signs = ("gloo", "nccl", "timed out", "timeout", "connection", "peer", "socket")
+        if not isinstance(problem, dist.DistError) and not any(sign in str(problem).lower() for sign in signs):
             raise
         detail = str(problem).splitlines()[0] if str(problem) else repr(problem)
         raise PlanError(
             f"at {doing()} another process of the plan was lost, or did not answer in time ({detail}): start all of "
             "them again, or give them more time with timeout="
         ) from problem
-
-
-def _is_lost(problem: RuntimeError) -> bool:
-    """Whether an error means that another process is gone, or has not answered in time."""
-    if isinstance(problem, dist.DistError):
-        return True
-    signs = ("gloo", "nccl", "timed out", "timeout", "connection", "peer", "socket")
-    return any(sign in str(problem).lower() for sign in signs)

@@ -109,9 +109,9 @@ def _placed(value: Any, device: torch.device | None) -> Any:
 
 def _bound(node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
     """Arguments by position with the defaults of the schema, so that a rule finds each by its name."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return list(node.args), dict(node.kwargs)
     args, kwargs = list(node.args), dict(node.kwargs)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return args, kwargs
     for argument in node.target._schema.arguments[len(args) :]:
         if argument.kwarg_only:
             break
@@ -182,9 +182,6 @@ class CallSignature:
                 raise PlanError(f"the model was captured without a tensor as argument {key!r}; capture it with one")
         return [given.get(each.key) for each in self.inputs]
 
-    def result(self, leaves: list[Any]) -> Any:
-        return pytree.tree_unflatten(leaves, self.tree)
-
 
 Kernel = Callable[[MeshCollectives, list[Any], dict[str, Any]], Any]
 
@@ -242,7 +239,8 @@ class ShardedCall:
         args = list(self.args)
         for name, value in changes.items():
             args[self.index(name)] = value
-        return LocalKernel(run or plain_kernel(self.target), args, self.kwargs, whole)
+        run = run or (lambda collectives, args, kwargs: self.target(*args, **kwargs))
+        return LocalKernel(run, args, self.kwargs, whole)
 
     def index(self, name: str) -> int:
         """Where an argument of the schema stands."""
@@ -282,35 +280,12 @@ class ShardedCall:
         return math.prod(self.mesh.sizes[axis] for axis in self.partial_axes(output))
 
 
-def plain_kernel(target: Any) -> Kernel:
-    def run(collectives: MeshCollectives, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        return target(*args, **kwargs)
-
-    return run
-
-
-def operands(value: Any) -> Iterator[Operand]:
-    """The operands in an argument, lists included, in order."""
-    return leaves(value, Operand)
-
-
-def fill_operands(value: Any, give: Callable[[Operand], Any]) -> Any:
-    """A copy of arguments in which every operand is replaced by what ``give`` has for it."""
-    return replace_leaves(value, Operand, give)
-
-
 Leaf = TypeVar("Leaf")
 
 
 def leaves(value: Any, kind: type[Leaf]) -> Iterator[Leaf]:
     """What there is of a kind in an argument, lists included, in order."""
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from leaves(item, kind)
-    elif isinstance(value, dict):
-        yield from leaves(list(value.values()), kind)
+    return (each for each in pytree.tree_leaves(value) if isinstance(each, kind))
 
 
 def replace_leaves(value: Any, kind: type[Any] | tuple[type[Any], ...], give: Callable[[Any], Any]) -> Any:
@@ -328,8 +303,6 @@ def replace_leaves(value: Any, kind: type[Any] | tuple[type[Any], ...], give: Ca
 
 def split_batch(batch: Batch, rows: int, count: int) -> list[Batch]:
     """A batch of so many rows in equal parts, in order. Tensors whose first axis is not that long are in each part."""
-    if rows % count:
-        raise PlanError(f"a batch of {rows} is not {count} equal micro-batches")
 
     def part(value: Any, number: int) -> Any:
         return value.tensor_split(count)[number] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value

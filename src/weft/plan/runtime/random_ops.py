@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.plan.runtime.program import CannotShard, Kernel, LocalKernel, Operand, ShardedCall, operands
+from weft.plan.runtime.program import CannotShard, Kernel, LocalKernel, Operand, ShardedCall, leaves
 from weft.plan.runtime.redistribute import MeshCollectives, redistribution_steps
 from weft.plan.sharding import REPLICATED, Placements
 
@@ -57,7 +57,7 @@ def whole_draw(call: ShardedCall) -> Kernel:
         return lambda collectives, args, kwargs: call.target(
             _empty_like_whole(first, collectives).fill_(0), *call.args[1:], **call.kwargs
         )
-    if any(True for _ in operands([call.args, call.kwargs])):
+    if any(True for _ in leaves([call.args, call.kwargs], Operand)):
         raise CannotShard("it draws at random, and how much depends on what it reads")
     return lambda collectives, args, kwargs: call.target(*call.args, **call.kwargs)
 
@@ -118,20 +118,16 @@ def _attention(call: ShardedCall) -> LocalKernel:
             k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
         scale = kwargs.get("scale")
         scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-        scores = _masked(scores, args[at["attn_mask"]], args[at["is_causal"]])
+        mask = args[at["attn_mask"]]
+        if args[at["is_causal"]]:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
         # A query that may see no key at all gives zeros, as torch's own attention does.
         weights: Tensor = torch.ops.aten._safe_softmax(scores, -1)
         return torch.matmul(weights * kept, v)
 
     return call.kernel(run)
-
-
-def _masked(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    if causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if mask is None:
-        return scores
-    return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
 
 
 _RANDOM_LIKE = frozenset(

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -77,18 +77,16 @@ def _legal(kind: Collective, axis: int, current: list[int], wanted: Placements) 
         return tensor_axis not in current[axis + 1 :]
 
     can_cut = new >= 0 and outer_axes_done(new) and innermost(new)
-    if kind is Collective.CUT:
-        fits = old == REPLICATED and can_cut
-    elif kind is Collective.REDUCE_SCATTER:
-        fits = old == PARTIAL and can_cut
-    elif kind is Collective.ALL_REDUCE:
-        fits = old == PARTIAL and new == REPLICATED
-    elif kind is Collective.ALL_TO_ALL:
-        fits = old >= 0 and old != new and can_cut and innermost(old)
-    else:
-        fits = old >= 0 and (old != new or not outer_axes_done(old)) and innermost(old)
-        new = REPLICATED
-    return CollectiveStep(kind, axis, old, new) if fits else None
+    cut_inside = old >= 0 and innermost(old)
+    fits = {
+        Collective.CUT: old == REPLICATED and can_cut,
+        Collective.REDUCE_SCATTER: old == PARTIAL and can_cut,
+        Collective.ALL_REDUCE: old == PARTIAL and new == REPLICATED,
+        Collective.ALL_TO_ALL: cut_inside and old != new and can_cut,
+        Collective.ALL_GATHER: cut_inside and (old != new or not outer_axes_done(old)),
+    }
+    after = REPLICATED if kind is Collective.ALL_GATHER else new
+    return CollectiveStep(kind, axis, old, after) if fits[kind] else None
 
 
 # Renamed after torch 2.11; the old names warn.
@@ -104,7 +102,9 @@ class MeshCollectives:
         assert coordinate is not None
         self.sizes = tuple(mesh.shape)
         self.coordinate = tuple(coordinate)
-        self.device = _device(mesh.device_type)
+        self.device = torch.device(mesh.device_type)
+        if self.device.type != "cpu":
+            self.device = torch.device(self.device.type, torch.get_device_module(self.device).current_device())
         self._groups: list[Any] = [mesh.get_group(axis) for axis in range(len(self.sizes))]
 
     def move(self, tensor: Tensor, steps: Sequence[CollectiveStep]) -> Tensor:
@@ -172,12 +172,6 @@ def _stacked(tensor: Tensor, axis: int, size: int) -> Tensor:
     return parts.movedim(axis, 0).contiguous()
 
 
-def _device(kind: str) -> torch.device:
-    if kind == "cpu":
-        return torch.device(kind)
-    return torch.device(kind, torch.get_device_module(kind).current_device())
-
-
 def redistribute(
     tensor: Tensor, collectives: MeshCollectives, steps: CollectiveSteps, grad_steps: Sequence[CollectiveSteps]
 ) -> tuple[Tensor, ...]:
@@ -194,10 +188,9 @@ def redistribute(
 
 def all_reduce(tensor: Tensor, collectives: MeshCollectives, axes: Sequence[int]) -> Tensor:
     """The sum over the devices along the mesh axes, on each of them; each of them uses it for its own part."""
-    if not axes:
-        return tensor
-    outcome: Tensor = _AllReduce.apply(tensor, collectives, tuple(axes))  # type: ignore[no-untyped-call]
-    return outcome
+    steps = tuple(CollectiveStep(Collective.ALL_REDUCE, axis, PARTIAL, REPLICATED) for axis in axes)
+    # Each device's gradient says how its own part of the result depends on the sum: they are summed alike.
+    return redistribute(tensor, collectives, steps, (steps,))[0]
 
 
 class _Redistribute(torch.autograd.Function):
@@ -225,30 +218,6 @@ class _Redistribute(torch.autograd.Function):
         return total, None, None, None
 
 
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, collectives: MeshCollectives, axes: tuple[int, ...]) -> Tensor:
-        ctx.collectives, ctx.axes = collectives, axes
-        return collectives.all_reduce(tensor, axes)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        # Each device's gradient says how its own part of the result depends on the sum.
-        return ctx.collectives.all_reduce(gradient, ctx.axes), None, None
-
-
-@dataclass(frozen=True, slots=True)
-class _ShardedView:
-    """A view of a gathered parameter, kept as this device's part of the parameter."""
-
-    part: Tensor
-    steps: CollectiveSteps
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-
-
 class ReshardAfterForward:
     """Frees gathered parameters after their last use in a forward, as FSDP does; the backward gathers them again.
 
@@ -262,7 +231,9 @@ class ReshardAfterForward:
 
     def hooks(self) -> AbstractContextManager[Any]:
         """The context in which the forward runs."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return torch.autograd.graph.saved_tensors_hooks(
+            self._pack, lambda kept: kept if isinstance(kept, Tensor) else kept()
+        )
 
     def gathered(self, whole: Tensor, part: Tensor, steps: CollectiveSteps) -> None:
         """``whole`` was gathered from ``part``. It counts as alive until its memory is freed."""
@@ -271,15 +242,10 @@ class ReshardAfterForward:
         self._alive[address] = (part.detach(), steps, whole.dtype)
         weakref.finalize(storage, self._alive.pop, address, None).atexit = False
 
-    def _pack(self, tensor: Tensor) -> Tensor | _ShardedView:
+    def _pack(self, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
         found = self._alive.get(tensor.untyped_storage().data_ptr()) if self._alive else None
         if found is None or found[2] != tensor.dtype:
             return tensor
         part, steps, _ = found
-        return _ShardedView(part, steps, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
-
-    def _unpack(self, kept: Tensor | _ShardedView) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        whole = self._collectives.move(kept.part, kept.steps)
-        return whole.as_strided(kept.shape, kept.strides, kept.offset)
+        view = tensor.shape, tensor.stride(), tensor.storage_offset()  # of what is gathered again
+        return lambda: self._collectives.move(part, steps).as_strided(*view)

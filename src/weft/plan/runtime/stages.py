@@ -61,7 +61,10 @@ def stage_sections(
     free = _free(graph, calls, updates, random)
     at = _resolve_stages(graph, stage, calls, free)
     wanted = [*ends, *updates.values()]
-    needed = _needed(graph, [value.source for value in wanted])
+    needed = {value.source for value in wanted}
+    for op in reversed(range(len(graph))):
+        if op in needed:
+            needed.update(read.source for read in graph.operators[op].reads)
     stage_of = {value: at[value.source] if value.source in at else stage[value.source] or 0 for value in wanted}
     sections: list[set[int]] = []
     edges: list[StageEdge] = []
@@ -111,7 +114,7 @@ def _free(
     """What every stage can have for itself: no gradient, no draw, and nothing that changes, in all it comes from."""
     free: set[int] = set()
     for op, operator in enumerate(graph.operators):
-        if any(tensor.gradient for tensor in operator.outputs) or op in random:
+        if operator.has_gradient or op in random:
             continue
         if all(read.source in free for read in operator.reads) if op in calls else op not in updates:
             free.add(op)
@@ -128,7 +131,7 @@ def _resolve_stages(
     for op in reversed(range(len(graph))):
         if op in at:
             for read in graph.operators[op].reads:
-                if read.source in at and not any(each.gradient for each in graph.operators[read.source].outputs):
+                if read.source in at and not graph.operators[read.source].has_gradient:
                     at[read.source] = min(at[read.source], at[op])
     for op in at:
         for read in graph.operators[op].reads:
@@ -138,14 +141,6 @@ def _resolve_stages(
                     f"'{graph.operators[read.source].name}' of stage {at[read.source]}, which comes later: plan anew"
                 )
     return at
-
-
-def _needed(graph: Graph, ends: Sequence[int]) -> frozenset[int]:
-    needed = set(ends)
-    for op in reversed(range(len(graph))):
-        if op in needed:
-            needed.update(read.source for read in graph.operators[op].reads)
-    return frozenset(needed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.plan.solver.problem import Problem, Solution
-from weft.plan.solver.solve import OverLimit, solve
+from weft.plan.solver.problem import OverLimit, Problem, Solution
+from weft.plan.solver.solve import solve
 
 __all__ = ["OverLimit", "Problem", "Solution", "solve"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -51,7 +52,7 @@ class _Incumbent:
 
     def target(self, gap: float, target_bound: float) -> float:
         """The bound that is to be reached."""
-        return min(self.cost - gap * abs(self.cost), target_bound) if self.cost < math.inf else target_bound
+        return min(self.cost - gap * abs(self.cost), target_bound)
 
 
 @dataclass(slots=True)
@@ -81,12 +82,10 @@ def branch_and_bound(
     spare: float = 0.0,
     target_bound: float = math.inf,
 ) -> BoundedSolution:
-    """The optimum, or at the deadline the best assignment and bound so far. ``exact`` solves what can be eliminated
-    (None: no assignment in it is allowed). Weights cost ``price`` in the bounds. A bound of ``target_bound``, or within
-    ``spare``, will do; once a part had to be split, one within ``gap``. The cost is inf if ``start`` is not allowed and
-    no assignment that is was found; the bound then tells whether there is none."""
-    best = _Incumbent(problem, neighbours(problem), start, math.inf)
-    best.offer(start, polish=False)
+    """The optimum, or at the deadline the best assignment and bound so far. ``start`` keeps the limit. ``exact`` solves
+    what can be eliminated (None: no assignment in it keeps the limit). Weights cost ``price`` in the bounds. A bound of
+    ``target_bound``, or within ``spare``, will do; once a part had to be split, one within ``gap``."""
+    best = _Incumbent(problem, neighbours(problem), start, problem.cost(start))
     best.offer(start)
     all_of_them = [np.arange(len(costs)) for costs in problem.unary]
     waiting: list[tuple[float, int, list[Index]]] = [(-math.inf, 0, all_of_them)]
@@ -99,7 +98,7 @@ def branch_and_bound(
         bound, _, kept = heapq.heappop(waiting)
         part = _Subproblem(problem, all_of_them, bound, network).restricted(kept, effort)
         part = _raise_bound(part, price, best, effort, spare, target_bound)
-        if part.network is None or (effort.over and best.cost < math.inf):
+        if part.network is None or effort.over:
             closed = min(closed, part.bound)
         elif part.network.fits:
             solved = exact(part.problem, part.network, best.target(spare, target_bound))
@@ -192,9 +191,5 @@ def _alive(dual: DualBound) -> list[Index]:
 def _most_connected(problem: Problem, left: tuple[int, ...]) -> int:
     """The vertex with most edges among those that no step could eliminate."""
     inside = set(left)
-    degree = dict.fromkeys(left, 0)
-    for i, j in problem.pairs:
-        if i in inside and j in inside:
-            degree[i] += 1
-            degree[j] += 1
+    degree = Counter(vertex for edge in problem.pairs if inside.issuperset(edge) for vertex in edge)
     return max((vertex for vertex in left if len(problem.unary[vertex]) > 1), key=lambda vertex: degree[vertex])

@@ -17,28 +17,20 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.errors import PlanError
 from weft.plan.solver.branch_and_bound import expanded, restricted
 from weft.plan.solver.compression import Partition, PartitionCache
 from weft.plan.solver.elimination import Elimination
 from weft.plan.solver.lagrangian import BoundedSolution, Minimizer, costs_at, lagrangian, layer_order, near
 from weft.plan.solver.ordering import EliminationStep
-from weft.plan.solver.problem import Effort, Index, Problem, Table
-
-
-@dataclass(frozen=True, slots=True)
-class BeamResult:
-    """The best assignment below the slack, if there is one, and the least excess of what was dropped (inf: nothing
-    was)."""
-
-    assignment: list[int] | None
-    dropped: float
+from weft.plan.solver.problem import Effort, Index, OverLimit, Problem, Table
 
 
 def beam_search(
@@ -49,8 +41,9 @@ def beam_search(
     slack: float,
     rows: int,
     effort: Effort,
-) -> BeamResult:
-    """The cheapest assignment within the limit whose excess is at most ``slack``; at the deadline nothing."""
+) -> tuple[list[int] | None, float]:
+    """The cheapest assignment within the limit whose excess is at most ``slack``, if there is one, and the least excess
+    of what was dropped (inf: nothing was); at the deadline nothing."""
     steps = _preorder(done.steps)
     seen = _seen(done.steps, done.classes)
     last = {vertex: at for at, number in enumerate(steps) for vertex in done.steps[number].scope}
@@ -61,7 +54,7 @@ def beam_search(
     dropped = math.inf
     for at, number in enumerate(steps):
         if effort.over:
-            return BeamResult(None, 0.0)
+            return None, 0.0
         vertex = done.steps[number].vertex
         rest -= float(weights[vertex].min())
         total = excess[:, None] + _excess(done, number, columns, seen)
@@ -81,8 +74,8 @@ def beam_search(
         columns = {other: column[kept] for other, column in columns.items()}
         trail.append((vertex, row[kept].astype(np.int32), choice[kept].astype(np.int32)))
     if not len(excess):
-        return BeamResult(None, dropped)
-    return BeamResult(_back(trail, int((excess - price * weight).argmin())), dropped)
+        return None, dropped
+    return _back(trail, int((excess - price * weight).argmin())), dropped
 
 
 def _back(trail: list[tuple[int, NDArray[np.int32], NDArray[np.int32]]], row: int) -> list[int]:
@@ -182,18 +175,13 @@ def _least(excess: Table, count: int) -> tuple[Index, float]:
 
 
 MakeMinimizer = Callable[[Problem], Minimizer]
-FindLightest = Callable[[Problem], list[int]]
 
 
 def branch_on_vertex(
-    problem: Problem,
-    found: BoundedSolution,
-    minimum: MakeMinimizer,
-    lightest: FindLightest,
-    effort: Effort,
+    problem: Problem, found: BoundedSolution, minimum: MakeMinimizer, effort: Effort
 ) -> BoundedSolution:
     """What was found with one price, with the bound raised and the cost lowered until they are within the gap, or to
-    the deadline. ``minimum`` solves cases without the limit, ``lightest`` gives an assignment within it or raises."""
+    the deadline. ``minimum`` solves cases without the limit."""
     cases: list[tuple[float, int, list[Index]]] = []
     closed, made = found.cost, 0  # the least bound of all cases that are done with, how many there were
     node, kept = found, [np.arange(len(costs)) for costs in problem.unary]
@@ -214,7 +202,9 @@ def branch_on_vertex(
                 bound = min([closed, found.cost, *[least for least, _, _ in cases]])
                 return replace(found, bound=max(found.bound, bound))
             least, _, kept = heapq.heappop(cases)
-            solved = _solved(restricted(problem, kept), minimum, lightest, effort)
+            part = restricted(problem, kept)
+            with suppress(OverLimit):
+                solved = lagrangian(part, minimum(part), effort)
         node = replace(
             solved,
             assignment=expanded(kept, solved.assignment),
@@ -224,13 +214,6 @@ def branch_on_vertex(
         )
 
 
-def _solved(part: Problem, minimum: MakeMinimizer, lightest: FindLightest, effort: Effort) -> BoundedSolution | None:
-    try:
-        return lagrangian(part, minimum(part), lightest(part), effort)
-    except PlanError:  # nothing in this case is within the limit
-        return None
-
-
 def _bound(problem: Problem, case: list[Index], node: BoundedSolution, minimum: MakeMinimizer, effort: Effort) -> float:
     """The bound of a case at the price of what it is a case of."""
     if effort.over:
@@ -238,7 +221,7 @@ def _bound(problem: Problem, case: list[Index], node: BoundedSolution, minimum: 
     part = restricted(problem, case)
     try:
         return max(node.bound, minimum(part)(costs_at(part, node.price)).bound - node.price * problem.limit)
-    except PlanError:
+    except OverLimit:
         return math.inf
 
 
@@ -250,12 +233,8 @@ def _deciding(problem: Problem, found: BoundedSolution) -> int | None:
     differ = [v for v, (one, other) in enumerate(zip(found.over, found.under, strict=True)) if one != other]
     if not differ:
         return None
-    degree = dict.fromkeys(differ, 0)
-    for edge in problem.pairs:
-        for vertex in edge:
-            if vertex in degree:
-                degree[vertex] += 1
-    most = max(degree.values())
+    degree = Counter(vertex for edge in problem.pairs for vertex in edge)
+    most = max(degree[vertex] for vertex in differ)
     order = layer_order(problem)
     ends = sorted((v for v in differ if degree[v] == most), key=order.__getitem__)
     return ends[len(ends) // 2]

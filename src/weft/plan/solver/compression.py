@@ -7,7 +7,6 @@ classes are refined to the pairs that occur. Equal tables are kept once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -120,7 +119,7 @@ class CompressedEdges:
 
 
 def compress(pairs: Mapping[tuple[int, int], Table]) -> CompressedEdges:
-    """Compresses all tables; raises `PlanError` for costs that are not numbers."""
+    """Compresses all tables; raises `PlanError` for costs that are not finite."""
     classes = PartitionCache()
     met: dict[int, CompressedTable] = {}
     alike: dict[tuple[tuple[int, ...], bytes], list[tuple[Table, CompressedTable]]] = {}
@@ -131,10 +130,8 @@ def compress(pairs: Mapping[tuple[int, int], Table]) -> CompressedEdges:
         others = alike.setdefault((table.shape, table[:: len(table) // 8 + 1].tobytes()), [])
         found = next((known for other, known in others if (other == table).all()), None)
         if found is None:
-            if not table.min() > -math.inf:
-                raise PlanError(
-                    f"edge {pair} has a cost that is not a number or -inf; only finite costs and inf can be summed"
-                )
+            if not np.isfinite(table).all():
+                raise PlanError(f"edge {pair} has a cost that is not a finite number")
             found = CompressedTable(*classes.compress(table))
             others.append((table, found))
         met[id(table)] = found

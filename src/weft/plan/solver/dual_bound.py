@@ -38,17 +38,21 @@ class DualBound:
     """The bound and what is left at each vertex; changes in place with each sweep."""
 
     def __init__(self, unary: Sequence[Table], edges: CompressedEdges) -> None:
-        self.ceiling = _ceiling(unary, edges)
-        self.own = [np.minimum(costs, self.ceiling) for costs in unary]
-        self.alive = [np.isfinite(costs) for costs in unary]
+        every = (*unary, *[edge.table for edge in edges.tables])
+        largest = {key: float(np.abs(table).max()) for key, table in {id(table): table for table in every}.items()}
+        total = 1.0
+        for table in every:
+            total += largest[id(table)]
+        self.ceiling = 2 * total  # above the cost of any assignment, for configurations that are no longer alive
+        self.own = [costs - costs.min() for costs in unary]
+        self.alive = [np.ones(len(costs), dtype=bool) for costs in unary]
         self.bound = 0.0
         self.before: list[list[_Edge]] = [[] for _ in unary]
         self.after: list[list[_Edge]] = [[] for _ in unary]
         known: dict[CompressedTable, tuple[Table, Table, float]] = {}
         for (i, j), edge in zip(edges.pairs, edges.tables, strict=True):
             if edge not in known:
-                table = np.minimum(edge.table, self.ceiling)
-                known[edge] = table, np.ascontiguousarray(table.T), float(table.min())
+                known[edge] = edge.table, np.ascontiguousarray(edge.table.T), float(edge.table.min())
             table, turned, least = known[edge]
             one, two = _Edge(table, i, edge.columns), _Edge(turned, j, edge.rows)
             one.back, two.back = two, one
@@ -56,10 +60,8 @@ class DualBound:
             self.bound += least
             self.before[j].append(one)
             self.after[i].append(two)
-        for vertex, alive in enumerate(self.alive):
-            own = self.own[vertex] + np.where(alive, 0.0, self.ceiling)
-            self.bound += float(own.min())
-            self.own[vertex] = own - own.min()
+        for costs in unary:
+            self.bound += float(costs.min())
 
     def sweep(self, forward: bool, upper: float) -> list[int]:
         """Visits all vertices once; a configuration that only assignments above ``upper`` have is no longer alive.
@@ -96,15 +98,3 @@ class DualBound:
 def sweep_work(edges: CompressedEdges) -> int:
     """The entries that an elimination sums in about the time of one sweep."""
     return sum(edge.table.size + _CALL for edge in edges.tables)
-
-
-def _ceiling(unary: Sequence[Table], edges: CompressedEdges) -> float:
-    """A cost above that of any allowed assignment, to stand for inf where costs are subtracted."""
-    known: dict[int, float] = {}
-    total = 1.0
-    for table in (*unary, *[edge.table for edge in edges.tables]):
-        if id(table) not in known:
-            finite = table[np.isfinite(table)]
-            known[id(table)] = float(np.abs(finite).max()) if finite.size else 0.0
-        total += known[id(table)]
-    return 2 * total

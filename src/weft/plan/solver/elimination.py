@@ -82,7 +82,7 @@ class Elimination:
 def eliminate(network: Network, unary: Sequence[Table]) -> Elimination:
     """The optimum of the network with these costs of its vertices (equal ones should be one object, see
     `share_equal`)."""
-    tables = network.tables + [_NONE] * (network.order.tables - len(network.tables))
+    tables = network.tables + [np.empty(0)] * (network.order.tables - len(network.tables))
     known: dict[tuple[object, ...], Result] = {}
     results: list[Result] = []
     value = 0.0
@@ -135,9 +135,6 @@ def share_equal(vectors: Sequence[Table]) -> list[Table]:
     """The same vectors, equal ones as one object."""
     known: dict[bytes, Table] = {}
     return [known.setdefault(vector.tobytes(), vector) for vector in vectors]
-
-
-_NONE: Table = np.empty(0)
 
 
 BLOCK = 1 << 15  # entries summed at a time: 256 KiB

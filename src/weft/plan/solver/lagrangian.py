@@ -29,12 +29,9 @@ class BoundedSolution:
     over: list[int] | None = None  # the best assignments at that price over and under the limit, where there are both
     under: list[int] | None = None
 
-    def within(self, gap: float) -> bool:
-        """Whether the cost is at most ``gap`` above the bound, relative to it."""
-        return near(self.cost, self.bound, gap)
-
 
 def near(cost: float, bound: float, gap: float) -> bool:
+    """Whether the cost is at most ``gap`` above the bound, relative to it."""
     return cost - bound <= max(gap, EXACT) * abs(cost)
 
 
@@ -49,10 +46,10 @@ def costs_at(problem: Problem, price: float) -> list[Table]:
     return share_equal([costs + price * weights for costs, weights in zip(problem.unary, problem.weights, strict=True)])
 
 
-def lagrangian(problem: Problem, minimum: Minimizer, light: list[int], effort: Effort) -> BoundedSolution:
-    """The best bound that a price gives, and the best assignment met on the way to it, given an assignment within the
-    limit; at the deadline those so far."""
-    around = neighbours(problem)
+def lagrangian(problem: Problem, minimum: Minimizer, effort: Effort) -> BoundedSolution:
+    """The best bound that a price gives, and the best assignment met on the way to it; at the deadline those so far.
+    Raises `OverLimit` where no assignment keeps the limit."""
+    light, around = problem.lightest(), neighbours(problem)
     found = minimum(costs_at(problem, 0.0))
     heavy = found.assignment
     over = problem.cost(heavy), problem.weight(heavy)
@@ -138,13 +135,13 @@ _FACTORS = ((0.7, 1.4), (0.5, 2.0), (0.9, 1.1))
 
 
 def crossover(problem: Problem, one: Sequence[int], other: Sequence[int]) -> list[int]:
-    """The cheapest assignment within the limit that follows one allowed assignment in the first layers and the other
-    from there on (``one`` if there is none)."""
+    """The cheapest assignment within the limit that follows one assignment in the first layers and the other from there
+    on (``one`` if there is none)."""
     position = layer_order(problem)
     best, least = list(one), problem.cost(one) if problem.weight(one) <= problem.limit else np.inf
     for first, then in ((one, other), (other, one)):
         # At [t] the sums for the assignment that follows ``first`` in the positions below t.
-        change, load, forbidden = np.zeros((3, len(position) + 1))
+        change, load = np.zeros((2, len(position) + 1))
         for vertex, costs in enumerate(problem.unary):
             change[position[vertex] + 1] += costs[first[vertex]] - costs[then[vertex]]
             if problem.weights is not None:
@@ -153,13 +150,9 @@ def crossover(problem: Problem, one: Sequence[int], other: Sequence[int]) -> lis
         for (i, j), table in problem.pairs.items():
             early, late = sorted((position[i], position[j]))
             mixed = table[first[i], then[j]] if position[i] < position[j] else table[then[i], first[j]]
-            if np.isinf(mixed):
-                forbidden[early + 1] += 1
-                forbidden[late + 1] -= 1
-                mixed = 0.0
             change[early + 1] += mixed - table[then[i], then[j]]
             change[late + 1] += table[first[i], first[j]] - mixed
-        allowed = (problem.weight(then) + load.cumsum() <= problem.limit) & (forbidden.cumsum() == 0)
+        allowed = problem.weight(then) + load.cumsum() <= problem.limit
         cut = int(np.where(allowed, change.cumsum(), np.inf).argmin())
         assignment = [first[v] if position[v] < cut else then[v] for v in range(len(position))]
         if problem.weight(assignment) <= problem.limit and (cost := problem.cost(assignment)) < least:

@@ -21,8 +21,8 @@ EXACT = 1e-9  # a bound this near to the cost, relative to it, is the optimum
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Vertex v takes one of ``len(unary[v])`` configurations. ``pairs[i, j]``, i < j, has a row for each configuration
-    of i and a column for each of j. ``inf`` forbids a configuration or a pair. Where there are ``weights`` (a number
-    >= 0 for each configuration, such as bytes), those that are taken sum to at most ``limit``."""
+    of i and a column for each of j. Where there are ``weights`` (a number >= 0 for each configuration, such as bytes),
+    those that are taken sum to at most ``limit``."""
 
     unary: tuple[Table, ...]
     pairs: Mapping[tuple[int, int], Table]
@@ -32,19 +32,8 @@ class Problem:
     def __post_init__(self) -> None:
         object.__setattr__(self, "unary", tuple(map(_table, self.unary)))
         object.__setattr__(self, "pairs", {edge: _table(table) for edge, table in self.pairs.items()})
-        sizes = [len(costs) for costs in self.unary]
-        if 0 in sizes:
-            raise PlanError(f"vertex {sizes.index(0)} has no configuration: each needs at least one cost")
-        for (i, j), table in self.pairs.items():
-            if not 0 <= i < j < len(sizes) or table.shape != (sizes[i], sizes[j]):
-                raise PlanError(
-                    f"edge ({i}, {j}), of two vertices with the lower one first, has a table of {table.shape}"
-                )
         if self.weights is not None:
             object.__setattr__(self, "weights", tuple(map(_table, self.weights)))
-            for vertex, (weights, size) in enumerate(zip(self.weights, sizes, strict=True)):
-                if weights.shape != (size,) or not ((weights >= 0) & (weights < math.inf)).all():
-                    raise PlanError(f"vertex {vertex} has not a finite weight >= 0 for each configuration")
 
     def cost(self, assignment: Sequence[int]) -> float:
         """The sum of the costs of an assignment, summed exactly: the same whatever the order of the tables."""
@@ -57,10 +46,30 @@ class Problem:
             return 0.0
         return math.fsum(float(weights[k]) for weights, k in zip(self.weights, assignment, strict=True))
 
+    def lightest(self) -> list[int]:
+        """The assignment of the least weight; raises `OverLimit` where it does not keep the limit."""
+        if self.weights is None:
+            return [0] * len(self.unary)
+        assignment = [int(weights.argmin()) for weights in self.weights]
+        if (least := self.weight(assignment)) > self.limit:
+            raise OverLimit(least, self.limit)
+        return assignment
+
     @property
     def limited(self) -> bool:
         """Whether the limit can matter at all."""
         return self.weights is not None and math.fsum(float(weights.max()) for weights in self.weights) > self.limit
+
+
+class OverLimit(PlanError):
+    """No assignment keeps the limit: the least weight of any is ``least``."""
+
+    def __init__(self, least: float, limit: float) -> None:
+        self.least, self.limit = least, limit
+        super().__init__(
+            f"no assignment keeps the limit of {limit:,.6g}: the least weight is {least:,.6g}, "
+            f"{least - limit:,.6g} more"
+        )
 
 
 @dataclass(frozen=True, slots=True)

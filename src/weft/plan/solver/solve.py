@@ -13,11 +13,11 @@ from dataclasses import replace
 import numpy as np
 
 from weft.errors import PlanError
-from weft.plan.solver.branch_and_bound import branch_and_bound, expanded, restricted, sweeps_to_eliminate
-from weft.plan.solver.close_gap import FindLightest, MakeMinimizer, beam_search, branch_on_vertex
+from weft.plan.solver.branch_and_bound import branch_and_bound, sweeps_to_eliminate
+from weft.plan.solver.close_gap import MakeMinimizer, beam_search, branch_on_vertex
 from weft.plan.solver.elimination import Network, eliminate, share_equal
 from weft.plan.solver.lagrangian import BoundedSolution, Minimizer, crossover_by_price, lagrangian, near
-from weft.plan.solver.problem import EXACT, Effort, Index, Problem, Solution, Table
+from weft.plan.solver.problem import EXACT, Effort, OverLimit, Problem, Solution, Table
 
 ENTRIES = 1 << 25  # of one table: 256 MiB
 _EXPENSIVE = 32  # sweeps: what is more expensive to eliminate is bounded, for each price anew
@@ -31,50 +31,43 @@ def solve(
     The optimum is proven wherever bounds, or eliminations with tables of at most ``entries``, do it. Where the graph
     has to be split into parts, or weights have a limit and exactness would take long, the assignment is at most
     ``tolerance`` above the optimum, unless ``time_limit`` seconds run out first; the bound tells. Raises `OverLimit`
-    where no assignment keeps the limit, and `PlanError` where all are forbidden.
+    where no assignment keeps the limit.
 
     >>> costs = Problem((np.array([0.0, 3.0]), np.array([2.0, 0.0])), {(0, 1): np.array([[0.0, 9.0], [9.0, 0.0]])})
     >>> found = solve(costs)
     >>> found.assignment, found.cost, found.optimal
     ((0, 0), 2.0, True)
     """
+    if not all(np.isfinite(costs).all() for costs in problem.unary):
+        raise PlanError("a vertex has a cost that is not a finite number")
     effort = Effort(entries, tolerance, time.monotonic() + (math.inf if time_limit is None else time_limit))
-    kept = _allowed(problem)
-    part = problem if kept is None else restricted(problem, kept)
-    found, method = _solved(part, Network.of(part, entries), effort)
-    assignment = found.assignment if kept is None else expanded(kept, found.assignment)
-    cost = problem.cost(assignment)
-    bound = min(cost, found.bound)
-    return Solution(tuple(assignment), cost, bound, problem.weight(assignment), found.entries, method)
+    found, method = _solved(problem, Network.of(problem, entries), effort)
+    cost, weight = problem.cost(found.assignment), problem.weight(found.assignment)
+    return Solution(tuple(found.assignment), cost, min(cost, found.bound), weight, found.entries, method)
 
 
 def _solved(problem: Problem, network: Network, effort: Effort) -> tuple[BoundedSolution, str]:
     sweeps = sweeps_to_eliminate(problem, network)
-    if sweeps == 0 and not problem.limited:
-        return _eliminated(problem, network), "elimination"
-    light = _lightest(problem, effort)
     if not problem.limited:
-        return branch_and_bound(problem, network, light, 0.0, _eliminated_or_none, effort), "bounds"
-    minimum = _make_minimizer(problem, network, light, effort)
-
-    def lightest(part: Problem) -> list[int]:
-        return light if part is problem else _lightest(part, effort)
+        if sweeps == 0:
+            return _eliminated(problem, network), "elimination"
+        return branch_and_bound(problem, network, problem.lightest(), 0.0, _eliminated, effort), "bounds"
+    minimum = _make_minimizer(problem, network, effort)
 
     def exact(part: Problem, inner: Network, target_bound: float) -> BoundedSolution | None:
         try:
-            start = _make_minimizer(part, inner, _lightest(part, effort), effort)
-            return solve_limited(part, start, lightest, effort, target_bound)
-        except PlanError:  # nothing in this part is allowed
+            return solve_limited(part, _make_minimizer(part, inner, effort), effort, target_bound)
+        except OverLimit:  # nothing in this part keeps the limit
             return None
 
     if sweeps <= _EXPENSIVE:
-        return solve_limited(problem, minimum, lightest, effort), "elimination, weights priced"
+        return solve_limited(problem, minimum, effort), "elimination, weights priced"
     least = minimum(problem)
-    found = lagrangian(problem, least, light, effort)
+    found = lagrangian(problem, least, effort)
     if not network.fits:  # else what is left of it soon will be eliminated, and assignments are improved there
         found = improved(problem, found, least, effort)
     gap, before = effort.gap, None
-    while not found.within(gap) and found != before:
+    while not near(found.cost, found.bound, gap) and found != before:
         before = found
         # What is little above the bound is soon looked through: it holds a better assignment, or the bound rises.
         step = max(gap / 2 * abs(found.cost), (found.cost - found.bound) / 8)
@@ -88,14 +81,14 @@ def _solved(problem: Problem, network: Network, effort: Effort) -> tuple[Bounded
     return found, "bounds, weights priced"
 
 
-def _make_minimizer(problem: Problem, network: Network, light: list[int], effort: Effort) -> MakeMinimizer:
+def _make_minimizer(problem: Problem, network: Network, effort: Effort) -> MakeMinimizer:
     """What solves the problem and parts of it without the limit: by elimination where that is not expensive."""
 
     def minimum(part: Problem) -> Minimizer:
         inner = network if part is problem else Network.of(part, effort.entries)
         if sweeps_to_eliminate(part, inner) <= _EXPENSIVE:
             return _eliminating(inner)
-        return _bounding(part, inner, light if part is problem else _lightest(part, effort), effort)
+        return _bounding(part, inner, effort)
 
     return minimum
 
@@ -108,13 +101,13 @@ def _eliminating(network: Network) -> Minimizer:
     return minimum
 
 
-def _bounding(problem: Problem, network: Network, start: list[int], effort: Effort) -> Minimizer:
-    finer = replace(effort, gap=effort.gap / 16)
+def _bounding(problem: Problem, network: Network, effort: Effort) -> Minimizer:
+    finer, start = replace(effort, gap=effort.gap / 16), problem.lightest()
 
-    def cheap(part: Problem, inner: Network, _: float) -> BoundedSolution | None:
+    def cheap(part: Problem, inner: Network, _: float) -> BoundedSolution:
         if effort.gap and sweeps_to_eliminate(part, inner) > _EXPENSIVE:  # a bound nearly as good takes far less
             return BoundedSolution([0] * len(part.unary), math.inf, -math.inf)
-        return _eliminated_or_none(part, inner)
+        return _eliminated(part, inner)
 
     def minimum(costs: list[Table]) -> BoundedSolution:
         part = Problem(tuple(costs), problem.pairs)
@@ -123,57 +116,10 @@ def _bounding(problem: Problem, network: Network, start: list[int], effort: Effo
     return minimum
 
 
-def _eliminated(problem: Problem, network: Network) -> BoundedSolution:
+def _eliminated(problem: Problem, network: Network, _: float = math.inf) -> BoundedSolution:
     found = _eliminating(network)(share_equal(problem.unary))
-    if math.isinf(found.cost):
-        raise PlanError(_FORBIDDEN)
     cost = problem.cost(found.assignment)
     return replace(found, cost=cost, bound=min(cost, found.bound))
-
-
-def _lightest(problem: Problem, effort: Effort) -> list[int]:
-    """An allowed assignment of the least weight."""
-    weights = problem.weights or tuple(np.zeros(len(costs)) for costs in problem.unary)
-    distinct = {id(table): table for table in problem.pairs.values()}
-    forbidding = {at: np.where(np.isinf(table), np.inf, 0.0) for at, table in distinct.items() if np.isinf(table.max())}
-    forbids = {edge: forbidding[id(table)] for edge, table in problem.pairs.items() if id(table) in forbidding}
-    unlimited = Problem(weights, forbids)
-    network = Network.of(unlimited, effort.entries)
-    if network.fits:
-        assignment = _eliminated(unlimited, network).assignment
-    else:
-        proven = Effort(effort.entries, EXACT, math.inf)
-        found = branch_and_bound(unlimited, network, [0] * len(weights), 0.0, _eliminated_or_none, proven)
-        if math.isinf(found.cost):
-            raise PlanError(_FORBIDDEN)
-        assignment = found.assignment
-    if (least := problem.weight(assignment)) > problem.limit:
-        raise OverLimit(least, problem.limit)
-    return assignment
-
-
-def _eliminated_or_none(problem: Problem, network: Network, _: float = math.inf) -> BoundedSolution | None:
-    try:
-        return _eliminated(problem, network)
-    except PlanError:
-        return None
-
-
-def _allowed(problem: Problem) -> list[Index] | None:
-    """The configurations that are not forbidden, or None if all are allowed."""
-    flat = np.concatenate([np.zeros(1), *problem.unary])
-    if np.isfinite(flat).all():
-        return None
-    if not flat.min() > -math.inf:
-        raise PlanError("a vertex has a cost that is not a number or -inf; only finite costs and inf can be summed")
-    kept = [np.flatnonzero(np.isfinite(costs)) for costs in problem.unary]
-    for vertex, index in enumerate(kept):
-        if not len(index):
-            raise PlanError(f"every configuration of vertex {vertex} is forbidden")
-    return kept
-
-
-_FORBIDDEN = "every assignment is forbidden: some vertices have no configurations that may meet"
 
 
 _ROWS = (256, 4096, 16384, 65536)
@@ -181,33 +127,18 @@ _LITTLE = 1 << 27  # choices weighed for exactness alone, once the gap is as ask
 _ROUNDING = 1e-12
 
 
-class OverLimit(PlanError):
-    """No assignment keeps the limit: the least weight of any is ``least``."""
-
-    def __init__(self, least: float, limit: float) -> None:
-        self.least, self.limit = least, limit
-        super().__init__(
-            f"no assignment keeps the limit of {limit:,.6g}: the least weight is {least:,.6g}, "
-            f"{least - limit:,.6g} more"
-        )
-
-
 def solve_limited(
-    problem: Problem,
-    minimum: MakeMinimizer,
-    lightest: FindLightest,
-    effort: Effort,
-    target_bound: float = math.inf,
+    problem: Problem, minimum: MakeMinimizer, effort: Effort, target_bound: float = math.inf
 ) -> BoundedSolution:
     """The optimum, or an assignment within the gap of it: exact as far as that takes little, and no longer than the
-    deadline. ``minimum`` solves it (or a part of it) without the limit, ``lightest`` gives an assignment within the
-    limit. A bound of ``target_bound`` need not be raised further."""
+    deadline. ``minimum`` solves it (or a part of it) without the limit. A bound of ``target_bound`` need not be raised
+    further."""
     least = minimum(problem)
-    start = lagrangian(problem, least, lightest(problem), effort)
+    start = lagrangian(problem, least, effort)
     found = improved(problem, start, least, effort)
     found = _improved_by_beam(problem, start, found, target_bound, effort.part(1 / 8))
     if found.bound < _target(found, effort.gap, target_bound):
-        found = branch_on_vertex(problem, found, minimum, lightest, effort.part(2 / 3))
+        found = branch_on_vertex(problem, found, minimum, effort.part(2 / 3))
         found = _improved_by_beam(problem, start, found, target_bound, effort)
     return found
 
@@ -239,10 +170,11 @@ def _improved_by_beam(
             break
         top = found.cost + _ROUNDING * abs(found.cost) if little else target
         slack = top - start.bound
-        met = beam_search(start.elimination, problem.weights or (), problem.limit, start.price, slack, rows, effort)
-        if met.assignment is not None and problem.weight(met.assignment) <= problem.limit:
-            found = _better(problem, found, met.assignment)
-        found = replace(found, bound=max(found.bound, min(found.cost, top, start.bound + met.dropped)))
+        weights = problem.weights or ()
+        met, dropped = beam_search(start.elimination, weights, problem.limit, start.price, slack, rows, effort)
+        if met is not None and problem.weight(met) <= problem.limit:
+            found = _better(problem, found, met)
+        found = replace(found, bound=max(found.bound, min(found.cost, top, start.bound + dropped)))
     return found
 
 

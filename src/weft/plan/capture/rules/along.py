@@ -38,15 +38,14 @@ def _without(labels: AxisNames, axes: frozenset[int], rank: int) -> AxisNames:
     return tuple(name for axis, name in enumerate(labels) if axis not in axes)
 
 
-@rule("softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax")
-def softmax(call: OpCall) -> IterationSpace | None:
-    return along(call, call.axes(call.operands[0].rank), kind="softmax", cost=5.0)
-
-
-@rule("cumsum cumprod logcumsumexp sort topk argsort glu cummax cummin kthvalue")
+@rule(
+    "softmax _softmax log_softmax _log_softmax _safe_softmax cumsum cumprod logcumsumexp sort topk argsort glu cummax "
+    "cummin kthvalue"
+)
 def axis(call: OpCall) -> IterationSpace | None:
-    cost = 5.0 if "sort" in call.target or "topk" in call.target else 1.0
-    return along(call, call.axes(call.operands[0].rank), cost=cost)
+    soft = "softmax" in call.target
+    cost = 5.0 if soft or "sort" in call.target or "topk" in call.target else 1.0
+    return along(call, call.axes(call.operands[0].rank), kind="softmax" if soft else "along", cost=cost)
 
 
 @rule(
@@ -72,6 +71,37 @@ def triangle(call: OpCall) -> IterationSpace | None:
     """Where an entry stands along the last two axes decides; leading axes are free."""
     rank = call.operands[0].rank
     return along(call, frozenset({rank - 2, rank - 1}))
+
+
+_PLACED: dict[str, tuple[str, tuple[str, ...], float]] = {  # kind, arguments that name axes, operations per element
+    "diff": ("along", ("dim",), 1.0),
+    "unfold": ("view", ("dimension",), 0.0),
+    "diagonal": ("view", ("dim1", "dim2"), 0.0),
+    "cosine_similarity": ("along", ("dim",), 6.0),
+    "one_hot": ("copy", (), 0.0),
+}
+
+
+@rule(*_PLACED)
+def placed(call: OpCall) -> IterationSpace | None:
+    """The axes that are named are whole. A result has them, or lacks them; axes that are new come last."""
+    value, rank = call.operands[0], call.results[0].rank
+    pair = call.target == "aten.cosine_similarity"
+    if len(call.operands) != 1 + pair or any(other.shape != value.shape for other in call.operands):
+        return None
+    kind, arguments, cost = _PLACED[call.target.split(".")[1]]
+    axes = frozenset(call.axis(value.rank, name) for name in arguments)
+    labels = names("a", value.rank)
+    kept = _without(labels, axes, value.rank if rank >= value.rank else value.rank - len(axes))
+    return iteration_space(
+        call,
+        kind,
+        [labels] * len(call.operands),
+        [(*kept, *(None,) * (rank - len(kept)))],
+        unsplittable=[labels[axis] for axis in axes],
+        flops=cost * value.elements,
+        saved_operands=(0, 1) if pair else (),
+    )
 
 
 @rule("sum", "mean")
@@ -133,10 +163,7 @@ def distance(call: OpCall) -> IterationSpace | None:
         return elementwise(call)
     value = call.operands[0]
     labels = names("a", value.rank)
-    found = [broadcast(other.shape, value.shape, labels) for other in call.operands]
-    reads: list[AxisNames] = [axes for axes in found if axes is not None]
-    if len(reads) < len(found):
-        return None
+    reads = [broadcast(other.shape, value.shape, labels) for other in call.operands]
     return iteration_space(
         call,
         "mean" if reduction == _MEAN else "sum",

@@ -22,14 +22,11 @@ def elementwise(call: OpCall, kind: str = "elementwise") -> IterationSpace | Non
     reads = [broadcast(value.shape, shape, labels) for value in call.operands]
     if any(value.shape != shape for value in call.results):
         return None
-    known: list[AxisNames] = [axes for axes in reads if axes is not None]
-    if len(known) < len(reads):
-        return None
     keeps, leaves = _kept(call)
     return iteration_space(
         call,
         kind,
-        known,
+        reads,
         [labels] * len(call.results),
         flops=0.0 if _name(call) in _NOTHING - {"add", "sub", "rsub", "neg"} else call.results[0].elements,
         saved_operands=keeps,

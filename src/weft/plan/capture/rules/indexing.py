@@ -72,8 +72,6 @@ def index(call: OpCall) -> IterationSpace | None:
     picked = names("i", rank)
     read = tuple(None if axis in indexed else f"a{axis}" for axis in range(value.rank))
     indices = [broadcast(found, shape, picked) for found in shapes]
-    if any(labels is None for labels in indices):
-        return None
     together = bool(indexed) and indexed == list(range(indexed[0], indexed[0] + len(indexed)))
     first = indexed[0] if together else 0  # where the axes of the indices go
     before, after = (
@@ -82,7 +80,7 @@ def index(call: OpCall) -> IterationSpace | None:
     return iteration_space(
         call,
         "copy",
-        [read, *(labels for labels in indices if labels is not None)],
+        [read, *indices],
         [(*before, *picked, *after)],
         saved_operands=range(1, len(call.operands)),
         moved=2.0 * call.results[0].bytes,
@@ -95,7 +93,7 @@ def index_put(call: OpCall) -> IterationSpace | None:
     given = call.given["indices"]
     numbers = [operand.number for operand in given if operand is not None]
     value, source = call.operands[0], call.operands[-1]
-    if any(call.operands[number].dtype.itemsize == 1 for number in numbers) or call.operand("values") is None:
+    if any(call.operands[number].dtype.itemsize == 1 for number in numbers):
         return None
     indexed = [axis for axis, operand in enumerate(given) if operand is not None]
     labels = names("a", value.rank)
@@ -135,3 +133,25 @@ def scatter(call: OpCall) -> IterationSpace | None:
         reads.append((None,) * other.rank if (flat and number == 0) or other.rank == 0 else axes)
     whole = [name for name, kept in zip(labels, same, strict=True) if not kept]
     return iteration_space(call, "copy", reads, [labels], unsplittable=whole, saved_operands=[1])
+
+
+@rule("searchsorted", "bucketize")
+def search(call: OpCall) -> IterationSpace | None:
+    """Each entry is looked up in a sorted vector, which is the second operand of bucketize."""
+    labels = names("a", call.results[0].rank)
+    reads: list[AxisNames] = [labels, (None,)] if call.target == "aten.bucketize" else [(None,), labels]
+    if [len(axes) for axes in reads] != [value.rank for value in call.operands]:
+        return None
+    return iteration_space(call, "copy", reads, [labels])
+
+
+@rule("cdist", "_cdist_forward")
+def distances(call: OpCall) -> IterationSpace | None:
+    """``(b..., p, m), (b..., r, m) -> (b..., p, r)``; the points' axis is whole."""
+    result = call.results[0]
+    batch = names("b", result.rank - 2)
+    one, two = (broadcast(value.shape[:-2], result.shape[:-2], batch) for value in call.operands)
+    return iteration_space(
+        call, "along", [(*one, "p", "m"), (*two, "r", "m")], [(*batch, "p", "r")], unsplittable=("m",),
+        flops=3.0 * result.elements * call.operands[0].shape[-1], saved_operands=[0, 1], saved_results=[0],
+    )  # fmt: skip

@@ -51,17 +51,13 @@ def linear(call: OpCall) -> IterationSpace | None:
     return product(call, reads[: len(call.operands)], (*rows, "n"), factors=(0, 1))
 
 
-def _labels(
-    left: TensorValue, right: TensorValue, result: TensorValue
-) -> tuple[AxisNames, AxisNames, AxisNames] | None:
+def _labels(left: TensorValue, right: TensorValue, result: TensorValue) -> tuple[AxisNames, AxisNames, AxisNames]:
     """The names of the axes of ``left @ right`` as torch.matmul understands it."""
     core = (("m",) if left.rank > 1 else ()) + (("n",) if right.rank > 1 else ())
     batch = names("b", result.rank - len(core))
     leading = result.shape[: len(batch)]
     first = broadcast(left.shape[:-2], leading, batch)
     second = broadcast(right.shape[:-2], leading, batch)
-    if first is None or second is None:
-        return None
     rows: AxisNames = ("m", "k") if left.rank > 1 else ("k",)
     columns: AxisNames = ("k", "n") if right.rank > 1 else ("k",)
     return (*first, *rows), (*second, *columns), (*batch, *core)
@@ -70,20 +66,16 @@ def _labels(
 @rule("matmul", "mm", "bmm", "mv", "dot")
 def matmul(call: OpCall) -> IterationSpace | None:
     """``(b..., m, k), (b..., k, n) -> (b..., m, n)``, batch axes broadcasting, vectors without m or n."""
-    found = _labels(call.operands[0], call.operands[1], call.results[0])
-    if found is None or len(call.operands) != 2:
-        return None
-    return product(call, [found[0], found[1]], found[2], factors=(0, 1))
+    left, right, result = _labels(call.operands[0], call.operands[1], call.results[0])
+    return product(call, [left, right], result, factors=(0, 1)) if len(call.operands) == 2 else None
 
 
 @rule("addmm", "baddbmm", "addmv")
 def added(call: OpCall) -> IterationSpace | None:
     """A product onto which the first operand, broadcast, is added: a bias."""
-    found = _labels(call.operands[1], call.operands[2], call.results[0])
-    if found is None:
-        return None
-    bias = broadcast(call.operands[0].shape, call.results[0].shape, found[2])
-    return None if bias is None else product(call, [bias, found[0], found[1]], found[2], factors=(1, 2))
+    left, right, result = _labels(call.operands[1], call.operands[2], call.results[0])
+    bias = broadcast(call.operands[0].shape, call.results[0].shape, result)
+    return product(call, [bias, left, right], result, factors=(1, 2))
 
 
 @rule("_grouped_mm", "transformers::grouped_mm_fallback")
@@ -150,6 +142,12 @@ def _axes(term: str, rank: int, dots: int) -> tuple[str, ...]:
     return (*before, *(names("dot", dots)[dots - count :] if found else ()), *after)
 
 
+@rule("outer")
+def outer(call: OpCall) -> IterationSpace | None:
+    """``(m), (n) -> (m, n)``."""
+    return product(call, [("m",), ("n",)], ("m", "n"), factors=(0, 1))
+
+
 @rule(
     "scaled_dot_product_attention _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_attention_math _scaled_dot_product_cudnn_attention"
@@ -178,10 +176,13 @@ def attention(call: OpCall) -> IterationSpace | None:
     reads: list[AxisNames] = [(*labels, "q", "e"), (*shared[0], "k", "e"), (*shared[1], "k", "v")]
     if len(call.operands) > 3:
         mask = broadcast(call.operands[3].shape, (*query.shape[:-1], key.shape[-2]), (*labels, "q", "k"))
-        if mask is None or len(call.operands) > 4:
+        if len(call.operands) > 4:
             return None
         reads.append(mask)
-    others = [_kept(found.shape, (*labels, "q"), query.shape[:-1]) for found in call.results[1:]]
+    others: list[AxisNames] = []
+    for found in call.results[1:]:
+        shared_axes = (*labels, "q") if found.shape[: query.rank - 1] == query.shape[:-1] else ()
+        others.append((*shared_axes, *(None,) * (found.rank - len(shared_axes))))
     rows = query.elements // query.shape[-1]
     return iteration_space(
         call,
@@ -195,12 +196,6 @@ def attention(call: OpCall) -> IterationSpace | None:
         saved_results=[0],
         extra=4.0 * rows,
     )
-
-
-def _kept(shape: tuple[int, ...], labels: tuple[str, ...], sizes: tuple[int, ...]) -> AxisNames:
-    if shape[: len(sizes)] == sizes:
-        return (*labels, *(None,) * (len(shape) - len(sizes)))
-    return (None,) * len(shape)
 
 
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}

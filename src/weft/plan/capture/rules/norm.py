@@ -80,7 +80,7 @@ def batch_norm(call: OpCall) -> IterationSpace | None:
 @rule("instance_norm")
 def instance_norm(call: OpCall) -> IterationSpace | None:
     """Images and channels are free where each image has statistics of its own."""
-    if not call.given["use_input_stats"] or call.operand("running_mean") is not None:
+    if not call.given["use_input_stats"] or call.given["running_mean"] is not None:
         return None
     inner = names("i", call.operands[0].rank - 2)
     labels = ("n", "c", *inner)
@@ -91,17 +91,16 @@ def instance_norm(call: OpCall) -> IterationSpace | None:
 def weight_norm(call: OpCall) -> IterationSpace | None:
     """A direction and its length: the axis that has a length for each of its entries is free."""
     rank = call.operands[0].rank
-    axis = call.axis(rank)
-    labels = names("a", rank)
-    length: AxisNames = tuple(labels[number] if number == axis else None for number in range(rank))
     if call.operands[1].rank != rank:
         return None
+    labels = names("a", rank)
+    length: AxisNames = tuple(name if number == call.axis(rank) else None for number, name in enumerate(labels))
     return iteration_space(
         call,
         "normalize",
         [labels, length],
         [labels],
-        unsplittable=[name for number, name in enumerate(labels) if number != axis],
+        unsplittable=[name for name in labels if name not in length],
         flops=4.0 * call.operands[0].elements,
         saved_operands=[0, 1],
     )

@@ -89,12 +89,17 @@ def resize(call: OpCall) -> IterationSpace | None:
 @rule("im2col", "col2im")
 def patches(call: OpCall) -> IterationSpace | None:
     """Images are free."""
-    value, result = call.operands[0], call.results[0]
-    inner = 3 if call.target == "aten.im2col" else 2
-    leading = names("n", value.rank - inner)
+    leading = names("n", call.operands[0].rank - (3 if call.target == "aten.im2col" else 2))
+    read, result = ((*leading, *(None,) * (each.rank - len(leading))) for each in (call.operands[0], call.results[0]))
+    return iteration_space(call, "copy", [read], [result])
+
+
+@rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
+def sample(call: OpCall) -> IterationSpace | None:
+    """Images and channels are free; where to look is given for each image."""
+    inner = names("i", call.operands[0].rank - 2)
+    unnamed: AxisNames = (None,) * len(inner)
     return iteration_space(
-        call,
-        "copy",
-        [(*leading, *(None,) * inner)],
-        [(*leading, *(None,) * (result.rank - len(leading)))],
-    )
+        call, "pool", [("n", "c", *inner), ("n", *unnamed, None)], [("n", "c", *unnamed)], unsplittable=inner,
+        flops=8.0 * call.results[0].elements, saved_operands=[0, 1],
+    )  # fmt: skip

@@ -82,21 +82,12 @@ def permute(call: OpCall) -> IterationSpace | None:
     return iteration_space(call, "view", [labels], [tuple(labels[axis] for axis in order)])
 
 
-@rule("expand", "broadcast_to")
+@rule("expand", "broadcast_to", "broadcast_tensors")
 def expand(call: OpCall) -> IterationSpace | None:
-    """Axes that are repeated are free, and the operand lacks them."""
-    labels = names("a", call.results[0].rank)
-    read = broadcast(call.operands[0].shape, call.results[0].shape, labels)
-    return None if read is None else iteration_space(call, "view", [read], [labels])
-
-
-@rule("broadcast_tensors")
-def broadcast_tensors(call: OpCall) -> IterationSpace | None:
-    """Each operand expanded to the shape of all."""
+    """Axes that are repeated are free, and the operands lack them."""
     labels = names("a", call.results[0].rank)
     reads = [broadcast(value.shape, call.results[0].shape, labels) for value in call.operands]
-    known = [axes for axes in reads if axes is not None]
-    return iteration_space(call, "view", known, [labels] * len(known)) if len(known) == len(reads) else None
+    return iteration_space(call, "view", reads, [labels] * len(reads))
 
 
 @rule("select", "slice", "narrow", "split", "split_with_sizes", "chunk", "tensor_split", "unbind")
@@ -165,12 +156,9 @@ def interleave(call: OpCall) -> IterationSpace | None:
 @rule("view_as_complex", "view_as_real")
 def paired(call: OpCall) -> IterationSpace | None:
     """The last axis of the real form holds the pair."""
-    rank = min(call.operands[0].rank, call.results[0].rank)
-    labels = names("a", rank)
-    pair: AxisNames = (*labels, None)
-    if call.target == "aten.view_as_complex":
-        return iteration_space(call, "view", [pair], [labels])
-    return iteration_space(call, "view", [labels], [pair])
+    labels = names("a", min(call.operands[0].rank, call.results[0].rank))
+    forms: list[list[AxisNames]] = [[labels], [(*labels, None)]]
+    return iteration_space(call, "view", *(forms if call.target == "aten.view_as_real" else reversed(forms)))
 
 
 @rule("pixel_shuffle", "pixel_unshuffle")
