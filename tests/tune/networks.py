@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -79,6 +79,20 @@ class Between(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         out: Tensor = self.head(self.between(self.enter(image.flatten(1))))
         return out
+
+
+def between(function: Callable[[Any, Tensor], Tensor], **attributes: Callable[[Mapping[str, Any]], Any]) -> Any:
+    """A kind of model with that between its layers, and attributes that follow from a trial's values."""
+
+    class Made(Between):
+        def prepare(self, params: Mapping[str, Any]) -> None:
+            for name, make in attributes.items():
+                setattr(self, name, make(params))
+
+        def between(self, x: Tensor) -> Tensor:
+            return function(self, x)
+
+    return Made
 
 
 class CachesTable(Between):

@@ -15,7 +15,7 @@ import torch
 from networks import Between, CachesTable, Idle, conv, mlp, transformer
 from standin import Standin
 from torch import Tensor, nn
-from trials import Killed, config_of, fit_of, run, run_fused, saved
+from trials import Killed, check_same, config_of, fit_of, run, run_fused
 
 from weft.engine.losses import cross_entropy
 from weft.memory.allocator import AllocatorConfig
@@ -34,7 +34,6 @@ from weft.tune.training.cuda_graphs import (
     empty_aligned_like,
 )
 from weft.tune.training.memory_limit import OutOfMemory
-from weft.tune.training.trainer import Result
 from weft.utils.rng import host
 
 STEPS = 14
@@ -50,10 +49,8 @@ class Odd(Between):
         self.count, self.mean, self.own = 0, torch.ones(()), np.random.default_rng(0)
 
     def between(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return x
         if self.how == "counts":
-            self.count += 1
+            self.count += self.training
             return x * self.count
         if self.how == "keeps":
             self.mean = 0.9 * self.mean + x.mean().detach()
@@ -82,17 +79,6 @@ def recorded() -> Iterator[list[Standin]]:
 def config(model: Any, params: Any = None, **fields: Any) -> TrialConfig:
     given = {"steps": STEPS, "report_every": 5, "optimizer_options": {"lr": 0.02}, "microbatch_batchnorm": True}
     return config_of(model, params, **given | fields)
-
-
-def check_same(one: Result, other: Result, mine: Path, its: Path) -> None:
-    """Losses, values, the weights at the end and the optimizer's state at the last report before."""
-    assert (one.losses, one.values) == (other.losses, other.values)
-    last = len(one.losses)
-    for step in ((last - 1) // 5 * 5, last):
-        tensors, wanted = saved(mine, step), saved(its, step)
-        assert tensors.keys() == wanted.keys()
-        for name, tensor in tensors.items():
-            assert torch.equal(tensor, wanted[name]), name
 
 
 def run_both(one: TrialConfig, folder: Path, fit: Fit | None = None) -> Standin:
@@ -189,60 +175,43 @@ def test_steps_that_are_not_worth_it_are_not_recorded(fields: dict[str, Any], st
     assert made == []
 
 
-def doubled(batch: Any, carried: Any) -> Any:
-    found = 2 * batch["x"]
-    return found.sum(), [found if carried is None else carried[0].add_(found)]
-
-
 def summed(batch: Any, carried: Any) -> Any:
     found = batch["x"].sum()
     return found, [found.clone() if carried is None else carried[0].add_(found)]
 
 
-def made_of(function: Any, recorder: Any) -> GraphedStep:
-    return GraphedStep(function, recorder, nn.Linear(1, 1), cross_entropy, lambda problem: None)
+def not_in_place(batch: Any, carried: Any) -> Any:
+    return batch["x"].sum(), [torch.ones(2)]
 
 
-def test_batches_that_change_their_shape_run_eagerly() -> None:
+@pytest.mark.parametrize(
+    ("function", "steps", "replays"),
+    [
+        (summed, [[3], [3], [3], [3], [5], [3]], 2),  # the fifth has another shape
+        (summed, [range(1, MAX_GRAPHS + 1)] * 3, MAX_GRAPHS),
+        (summed, [range(1, MAX_GRAPHS + 2)] * 3, 0),  # too many kinds
+        (not_in_place, [[1, 1, 1]] * 3, 2),  # the third is of the second's kind, and has other gradients before it
+    ],
+)
+def test_a_step_of_other_or_too_many_kinds_of_micro_batches_or_gradients_runs_eagerly(
+    function: Any, steps: list[Any], replays: int
+) -> None:
     recorder: Any = Standin()
-    captured = made_of(doubled, recorder)
-    for step, size in enumerate((3, 3, 3, 3, 5, 3)):
-        x = torch.full((size,), float(step))
-        loss, gradients = captured({"x": x}, None)
-        assert loss.item() == 2 * size * step
-        assert torch.equal(gradients[0], 2 * x)  # type: ignore[arg-type]
-    assert recorder.replays == 2
-    assert recorder.closed
-
-
-def test_a_step_of_many_kinds_of_micro_batches_runs_eagerly() -> None:
-    for kinds, replays in ((MAX_GRAPHS, MAX_GRAPHS), (MAX_GRAPHS + 1, 0)):
-        recorder: Any = Standin()
-        captured = made_of(summed, recorder)
-        for _ in range(WARM_UP_STEPS + 1):
-            carried = None
-            for size in range(1, kinds + 1):
-                loss, carried = captured({"x": torch.ones(size)}, carried)
-                assert loss.item() == size
-            assert carried[0].item() == kinds * (kinds + 1) / 2
-        assert recorder.replays == replays
-
-
-def test_gradients_that_are_not_added_in_place_cannot_be_replayed() -> None:
-    recorder: Any = Standin()
-    captured = made_of(lambda batch, carried: (batch["x"].sum(), [torch.ones(2)]), recorder)
-    for _ in range(WARM_UP_STEPS + 1):
+    captured = GraphedStep(function, recorder, nn.Linear(1, 1), cross_entropy, lambda problem: None)
+    for step, sizes in enumerate(steps):
         carried = None
-        for value in (1.0, 2.0, 3.0):
-            loss, carried = captured({"x": torch.full((1,), value)}, carried)
-            assert loss.item() == value
-    assert recorder.replays == 2  # the third is of the second's kind, and has other gradients before it
+        for size in sizes:
+            loss, carried = captured({"x": torch.full((size,), float(step))}, carried)
+            assert loss.item() == step * size
+        assert function is not_in_place or carried[0].item() == step * sum(sizes)
+    assert recorder.replays == replays
+    assert recorder.closed == (replays <= 2)
 
 
 def test_recurrent_layers_that_drop_are_refused() -> None:
     for layers, dropout, closed in ((2, 0.1, True), (2, 0.0, False)):
         recorder: Any = Standin()
-        GraphedStep(doubled, recorder, nn.GRU(2, 2, layers, dropout=dropout), cross_entropy, lambda problem: None)
+        GraphedStep(summed, recorder, nn.GRU(2, 2, layers, dropout=dropout), cross_entropy, lambda problem: None)
         assert recorder.closed == closed
 
 

@@ -59,13 +59,6 @@ def _nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(PIPE, str(tmp_path / "none"))
 
 
-@pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One that another started."""
-    (tmp_path / "control").touch()
-    monkeypatch.setenv(PIPE, str(tmp_path))
-
-
 def test_a_service_that_was_started_ends_with_the_block(control: Path, tmp_path: Path) -> None:
     before = os.environ[PIPE]
     with share_gpus("auto", str(control)) as on:
@@ -76,8 +69,11 @@ def test_a_service_that_was_started_ends_with_the_block(control: Path, tmp_path:
     assert os.environ[PIPE] == before
 
 
-@pytest.mark.usefixtures("service")
-def test_a_service_of_another_is_used_and_left_alone_and_off_hides_it(tmp_path: Path) -> None:
+def test_a_service_of_another_is_used_and_left_alone_and_off_hides_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "control").touch()
+    monkeypatch.setenv(PIPE, str(tmp_path))
     with share_gpus("on", "no-such-program") as on:  # which is not called
         assert on
     with share_gpus("off") as on:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from multiprocessing import active_children
@@ -14,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from trials import until
 
 import weft
 from weft.tune import Recipe
@@ -42,13 +42,21 @@ def pool(spec: StudySpec, processes: int) -> Iterator[EstimatorPool]:
         yield made
 
 
-def answers(estimators: EstimatorPool, many: int) -> dict[int, Requirements | Infeasible]:
-    """By number, in the order in which they came."""
+def answers(estimators: EstimatorPool, asked: Mapping[int, Any]) -> dict[int, Requirements | Infeasible]:
+    """Of these trials by number, in the order in which they came."""
+    for number, params in asked.items():
+        estimators.ask(number, params)
+    return wait(estimators, len(asked))
+
+
+def wait(estimators: EstimatorPool, many: int) -> dict[int, Requirements | Infeasible]:
     found: dict[int, Requirements | Infeasible] = {}
-    until = time.monotonic() + 60
-    while len(found) < many and time.monotonic() < until:
-        found |= dict(estimators.completed())
-        time.sleep(0.01)
+
+    def all_found() -> bool:
+        found.update(estimators.completed())
+        return len(found) == many
+
+    until(all_found)
     return found
 
 
@@ -69,7 +77,7 @@ def test_other_processes_find_the_requirements_and_refusals_that_this_one_would(
             estimators.ask(number, params)
         assert estimators.open == ASKED
         assert len(set(active_children()) - before) == 2
-        assert answers(estimators, 4) == here
+        assert wait(estimators, 4) == here
         assert estimators.open == {}
 
 
@@ -82,18 +90,16 @@ def test_what_a_process_that_is_killed_was_asked_is_answered_all_the_same(
             estimators.ask(number, params)
         (process,) = set(active_children()) - before
         process.kill()
-        assert answers(estimators, 4) == here
-        estimators.ask(4, {"width": 16})
-        assert answers(estimators, 1) == {4: here[0]}
+        assert wait(estimators, 4) == here
+        assert answers(estimators, {4: {"width": 16}}) == {4: here[0]}
 
 
 def test_a_model_that_leaves_python_is_refused_and_its_process_goes_on(
     here: dict[int, Requirements | Infeasible],
 ) -> None:
     with pool(spec(model=objectives.quits), 1) as estimators:
-        estimators.ask(0, {"width": 0})
-        estimators.ask(1, ASKED[0])
-        assert answers(estimators, 2) == {0: Infeasible("SystemExit(3)"), 1: here[0]}
+        found = answers(estimators, {0: {"width": 0}, 1: ASKED[0]})
+        assert found == {0: Infeasible("SystemExit(3)"), 1: here[0]}
 
 
 def test_what_another_process_cannot_import_is_estimated_here(here: dict[int, Requirements | Infeasible]) -> None:
@@ -113,21 +119,20 @@ def test_what_another_process_cannot_import_is_estimated_here(here: dict[int, Re
 
 
 def test_however_many_are_asked_all_are_answered_and_those_of_a_known_architecture_need_not_wait() -> None:
+    many = {
+        n: {"width": 8 + n % 5, "lr": 1.0 / (1 + n), "note": "x" * 8192} for n in range(60)
+    }  # more than a pipe holds
     with pool(spec(), 1) as estimators:
-        for number in range(60):  # more than a pipe can hold
-            estimators.ask(number, {"width": 8 + number % 5, "lr": 1.0 / (1 + number), "note": "x" * 8192})
-        found = answers(estimators, 60)
-    assert sorted(found) == list(range(60))
-    order = list(found)
+        order = list(answers(estimators, many))
+    assert sorted(order) == list(many)
     assert order.index(5) < order.index(4)
 
 
 def test_where_memory_is_not_counted_no_process_starts() -> None:
     before = active_children()
     estimators = EstimatorPool(spec(), DeviceClass(None, 1, "cpu", False), processes=2)
-    estimators.ask(0, ASKED[0])
+    assert list(answers(estimators, {0: ASKED[0]})) == [0]
     assert active_children() == before
-    assert [number for number, _ in estimators.completed()] == [0]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "h200"])
@@ -156,18 +161,14 @@ def test_trials_that_were_not_estimated_train_and_say_so(tmp_path: Path) -> None
 # -- corrections of estimates: never below what was seen, and never below the estimate
 
 
-def test_what_took_less_than_its_estimate_does_not_lower_the_next_one() -> None:
+def test_one_that_exceeded_is_tried_again_with_more_each_time_and_one_that_took_less_lowers_nothing() -> None:
     correction = MemoryCorrection()
-    correction.on_finished(1000, 500, "s", "f")
-    assert [correction.apply(1000, shape, "f") for shape in ("s", "new")] == [1000, 1000]
-
-
-def test_one_that_exceeded_is_tried_again_with_more_each_time() -> None:
-    correction = MemoryCorrection()
-    assert correction.on_oom(100, 100, None, "s", "f") == 125
-    assert correction.apply(100, "s", "other") == 125
-    assert correction.on_oom(100, 125, 400, "s", "f") == 400
-    assert min(correction.apply(100, shape, "f") for shape in ("s", "new")) >= 400
+    correction.on_finished(1000, 500, "s", "less")
+    assert [correction.apply(1000, shape, "less") for shape in ("s", "new")] == [1000, 1000]
+    assert correction.on_oom(100, 100, None, "t", "f") == 125
+    assert correction.apply(100, "t", "other") == 125
+    assert correction.on_oom(100, 125, 400, "t", "f") == 400
+    assert min(correction.apply(100, shape, "f") for shape in ("t", "new")) >= 400
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**6), st.integers(1, 10**6)), min_size=1, max_size=20))

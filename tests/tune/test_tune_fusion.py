@@ -12,7 +12,7 @@ import numpy as np
 import objectives
 import pytest
 import torch
-from networks import Between, CachesTable, Idle, Tied, conv, mlp, transformer
+from networks import Between, CachesTable, Idle, Tied, between, conv, mlp, transformer
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from trials import Killed, config_of, fit_of, run, run_fused, saved
@@ -162,6 +162,31 @@ def test_only_continuous_choices_leave_the_key_as_it_is() -> None:
 # Models that cannot be fused.
 
 
+def scaled(model: Any, x: Tensor) -> Tensor:
+    return x.relu() * model.scale
+
+
+def dropped(model: Any, x: Tensor) -> Tensor:
+    return nn.functional.dropout(x.relu(), model.dropout, model.training)
+
+
+def rate(params: Mapping[str, Any]) -> float:
+    return float(params["dropout"])
+
+
+def drawn(params: Mapping[str, Any]) -> float:
+    return float(np.random.rand())  # noqa: NPY002
+
+
+def by_rate(params: Mapping[str, Any]) -> float:
+    return float(1 + 10 * params["lr"])
+
+
+Drops = between(dropped, dropout=rate)
+ScalesByRate = between(scaled, scale=by_rate)
+PlainTensor = between(lambda model, x: x.relu() * model.noise[0], noise=lambda params: [torch.randn(16)])
+
+
 class NoKernel(Idle):
     """Fails for fused trials with a whole batch, as an operator does that a device has no batched kernel for."""
 
@@ -169,68 +194,6 @@ class NoKernel(Idle):
         if len(image) > 2 and torch._C._functorch.is_batchedtensor(image):
             raise RuntimeError("no kernel")
         return super().forward(image)
-
-
-class Chooses(Between):
-    """What it does depends on the data."""
-
-    def between(self, x: Tensor) -> Tensor:
-        return x if x.mean() > 0 else -x
-
-
-class Recurrent(Between):
-    def prepare(self, params: Mapping[str, Any]) -> None:
-        self.cells = nn.LSTM(16, 16, batch_first=True)
-
-    def between(self, x: Tensor) -> Tensor:
-        out: Tensor = self.cells(x[:, None])[0][:, -1]
-        return out
-
-
-class DrawsOnHost(Between):
-    def between(self, x: Tensor) -> Tensor:
-        return x * float(np.random.rand())  # noqa: NPY002
-
-
-class Scales(Between):
-    scale: float
-
-    def between(self, x: Tensor) -> Tensor:
-        return x.relu() * self.scale
-
-
-class BuildsByChance(Scales):
-    """By a number that is drawn as the seed says."""
-
-    def prepare(self, params: Mapping[str, Any]) -> None:
-        self.scale = float(np.random.rand())  # noqa: NPY002
-
-
-class ScalesByDropout(Scales):
-    def prepare(self, params: Mapping[str, Any]) -> None:
-        self.scale = 1 - params["dropout"]
-
-
-class ScalesByRate(Scales):
-    def prepare(self, params: Mapping[str, Any]) -> None:
-        self.scale = 1 + 10 * params["lr"]
-
-
-class CopiesParams(Between):
-    """By the learning rate, in a copy of all values."""
-
-    def prepare(self, params: Mapping[str, Any]) -> None:
-        self.params = {"all": [dict(params)]}
-
-    def between(self, x: Tensor) -> Tensor:
-        return x.relu() * (1 + 10 * self.params["all"][0]["lr"])
-
-
-class KeepsParams(Between):
-    """By the learning rate, which a function reads later."""
-
-    def prepare(self, params: Mapping[str, Any]) -> None:
-        self.between = lambda x: x.relu() * (1 + 10 * params["lr"])  # type: ignore[method-assign]
 
 
 class ReplacesBuffer(Between):
@@ -245,16 +208,6 @@ class ReplacesBuffer(Between):
         return (x - self.mean).relu()
 
 
-class PlainTensor(Between):
-    """A tensor that is drawn as the seed says, and that is no buffer."""
-
-    def prepare(self, params: Mapping[str, Any]) -> None:
-        self.noise = [torch.randn(16)]
-
-    def between(self, x: Tensor) -> Tensor:
-        return x.relu() * self.noise[0]
-
-
 class Counts(Between):
     """Forwards, in Python."""
 
@@ -263,21 +216,6 @@ class Counts(Between):
     def between(self, x: Tensor) -> Tensor:
         self.seen += 1
         return x.relu() * (1 + 0.1 * (self.seen % 2))
-
-
-class Drops(Between):
-    """By a function that is told how often."""
-
-    def prepare(self, params: Mapping[str, Any]) -> None:
-        self.dropout = params["dropout"]
-
-    def between(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x.relu(), self.dropout, self.training)
-
-
-class DropsAndScales(Drops):
-    def between(self, x: Tensor) -> Tensor:
-        return super().between(x) * (1 + self.dropout)
 
 
 class ExtraState(Between):
@@ -290,17 +228,17 @@ class ExtraState(Between):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (Chooses, "DataDependent"),
-        (Recurrent, "lstm"),
+        (between(lambda model, x: x if x.mean() > 0 else -x), "DataDependent"),
+        (between(lambda model, x: model.cells(x)[0], cells=lambda params: nn.LSTM(16, 16)), "lstm"),
         (lambda params: Idle(), "'spare.weight' gets no gradient"),
-        (DrawsOnHost, "'a generator of the host'"),
-        (BuildsByChance, "generator"),
+        (between(lambda model, x: x * drawn({})), "'a generator of the host'"),
+        (between(scaled, scale=drawn), "generator"),
         (ReplacesBuffer, "'mean'"),
-        (ScalesByDropout, "'dropout'"),
-        (DropsAndScales, "'dropout'"),
+        (between(scaled, scale=lambda params: 1 - params["dropout"]), "'dropout'"),
+        (between(lambda model, x: dropped(model, x) * (1 + model.dropout), dropout=rate), "'dropout'"),
         (ScalesByRate, "'lr'"),
-        (CopiesParams, "'lr'"),
-        (KeepsParams, "'lr'"),
+        (between(lambda m, x: x * m.all["params"][0]["lr"], all=lambda params: {"params": [dict(params)]}), "'lr'"),
+        (between(lambda m, x: m.late(x), late=lambda params: lambda x: x * by_rate(params)), "'lr'"),
         (PlainTensor, "'noise'"),
         (Counts, "'seen'"),
         (ExtraState, "'_extra_state'"),
@@ -355,15 +293,11 @@ class Hooked(Drops):
         return out
 
 
-class LeavesOut(Between):
-    """A dropout only where its rate is not 0."""
-
-    def prepare(self, params: Mapping[str, Any]) -> None:
-        self.drop = nn.Dropout(params["dropout"]) if params["dropout"] else nn.Identity()
-
-    def between(self, x: Tensor) -> Tensor:
-        out: Tensor = self.drop(x.relu())
-        return out
+# A dropout only where its rate is not 0.
+LeavesOut = between(
+    lambda model, x: model.drop(x.relu()),
+    drop=lambda params: nn.Dropout(params["dropout"]) if params["dropout"] else nn.Identity(),
+)
 
 
 @pytest.mark.parametrize("model", [CachesTable, Hooked, WeightNorm, LeavesOut])

@@ -42,12 +42,8 @@ def ignored(batch: Batch) -> Tensor:
     return torch.where(batch["label"] < 6, batch["label"], -100)
 
 
-def mean(outputs: Tensor, batch: Batch) -> Tensor:
-    return F.cross_entropy(outputs, batch["label"])
-
-
-def summed(outputs: Tensor, batch: Batch) -> Tensor:
-    return F.cross_entropy(outputs, batch["label"], reduction="sum")
+def entropy(weight: Tensor | None = None, reduction: str = "mean") -> Callable[[Tensor, Batch], Tensor]:
+    return lambda outputs, batch: F.cross_entropy(outputs, batch["label"], weight, reduction=reduction)
 
 
 def contrast(outputs: Tensor, batch: Batch) -> Tensor:
@@ -55,12 +51,11 @@ def contrast(outputs: Tensor, batch: Batch) -> Tensor:
     return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
 
 
+mean, summed, weighted = entropy(), entropy(reduction="sum"), entropy(3.0 ** torch.arange(10))
+
+
 def of_some(outputs: Tensor, batch: Batch) -> Tensor:
     return F.cross_entropy(outputs, ignored(batch))
-
-
-def weighted(outputs: Tensor, batch: Batch) -> Tensor:
-    return F.cross_entropy(outputs, batch["label"], weight=3.0 ** torch.arange(10))
 
 
 def of_some_by_samples(outputs: Tensor, batch: Batch) -> Tensor:
@@ -87,11 +82,8 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused_where_a_batch_is_cut_and
     with pytest.raises(TuneError, match=f"mean over samples where .* cut into micro-batches of {micro}"):
         run(trial(loss), tmp_path, fit_of(micro))
     assert len(run(trial(loss), tmp_path)[0].losses) == 3
-
-
-def test_fused_trials_that_are_cut_refuse_such_a_loss_too(tmp_path: Path) -> None:
     with pytest.raises(TuneError, match="must be a mean over samples"):
-        run_fused([trial(summed)] * 2, tmp_path, fit_of(8))
+        run_fused([trial(loss)] * 2, tmp_path / "fused", fit_of(micro))
 
 
 @settings(max_examples=30, deadline=None)

@@ -43,11 +43,9 @@ class Everywhere:
     def admit(self, waiting: Iterable[JobSpec], now: float = 0.0) -> list[Placement]:
         return [(load.id, tuple(range(load.degree))) for load in waiting]
 
-    def ended(self, id: str) -> None:
-        pass
+    def ended(self, id: str) -> None: ...
 
-    def measured(self, id: str, rate: float) -> None:
-        pass
+    def measured(self, id: str, rate: float) -> None: ...
 
 
 def test_a_split_load_goes_at_the_pace_of_its_slowest_device() -> None:
@@ -73,16 +71,11 @@ def test_the_bound_is_the_largest_of_work_memory_and_the_longest() -> None:
     assert lower_bound([trial("a", 1, 6, 0.1)], devices) == 6.0
 
 
+one_trial = st.tuples(st.integers(1, 10), st.integers(1, 30), st.sampled_from([0.1, 0.5, 1.0]), st.integers(1, 2))
+
+
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 10), st.integers(1, 30), st.sampled_from([0.1, 0.5, 1.0]), st.integers(1, 2)),
-        min_size=1,
-        max_size=20,
-    ),
-    st.integers(0, 6),
-    st.booleans(),
-)
+@given(st.lists(one_trial, min_size=1, max_size=20), st.integers(0, 6), st.booleans())
 def test_every_trial_runs_once_no_sooner_than_it_can_and_no_packing_beats_the_bound(
     drawn: list[tuple[int, int, float, int]], window: int, measure: bool
 ) -> None:

@@ -111,27 +111,12 @@ def test_a_judge_that_is_built_anew_decides_alike_and_directions_are_mirror_imag
 
 
 @pytest.mark.parametrize("name", ["median", "asha"])
-def test_the_reports_of_a_trial_within_the_window_change_no_decision(name: str) -> None:
-    past = curves([5.0], [6.0], [7.0], [1.0], [1.0], pruner=ASHA)
-    past = [replace(one, state="complete") for one in past]
-    hidden = [
-        replace(one, state="running", values=None, reports={}, pruner_state=()) if one.number > 2 else one
-        for one in past
-    ]
-    decided = []
-    for records in (past, hidden):
-        for value in (2.0, 5.5, 6.5):
-            own = judge(records, PRUNERS[name], window=2)
-            decided.append(own.report(1, (value,)))
-    assert decided[:3] == decided[3:]
-    assert [judge(past, PRUNERS[name], window=window).report(1, (5.5,)) for window in (0, 2)] == [
-        True,
-        False,
-    ]
-
-
-def test_how_far_a_failed_trial_came_changes_no_decision() -> None:
-    past = curves([5.0], [1.0], pruner=ASHA)
-    failed = [past[0], replace(past[1], state="failed", values=None)]
-    assert judge(past, ASHA).report(1, (2.0,))
-    assert not judge(failed, ASHA).report(1, (2.0,))
+def test_reports_within_the_window_and_of_failed_trials_change_no_decision(name: str) -> None:
+    past = [replace(one, state="complete") for one in curves([5.0], [6.0], [7.0], [1.0], [1.0], pruner=ASHA)]
+    hidden = [replace(one, state="running", values=None, reports={}, pruner_state=()) for one in past[3:]]
+    failed = [replace(one, state="failed", values=None) for one in past[3:]]
+    for value in (2.0, 5.5, 6.5):
+        seen, unseen = (judge(records, PRUNERS[name], window=2) for records in (past, [*past[:3], *hidden]))
+        assert seen.report(1, (value,)) == unseen.report(1, (value,))
+    assert [judge(past, PRUNERS[name], window=window).report(1, (5.5,)) for window in (0, 2)] == [True, False]
+    assert not judge([*past[:3], *failed], PRUNERS[name]).report(1, (5.5,))

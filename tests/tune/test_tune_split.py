@@ -54,27 +54,26 @@ class Hidden(nn.Module):
         return x - self.mean
 
 
-def hiding(params: Mapping[str, Any]) -> nn.Module:
-    parts = [nn.Sequential(nn.Linear(64, 64), Hidden(), nn.ReLU()) for _ in range(2)]
-    return nn.Sequential(nn.Flatten(), *parts, nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+def hiding(params: Mapping[str, Any], end: Any = None) -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(64, 64), Hidden(), nn.ReLU()) for _ in range(3)]
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(64, 10) if end is None else end)
 
 
 def idle(params: Mapping[str, Any]) -> nn.Module:
-    """It hides buffers too, and no forward reads some of its parameters."""
-    layers = [nn.Sequential(nn.Linear(64, 64), Hidden(), nn.ReLU()) for _ in range(3)]
-    return nn.Sequential(nn.Flatten(), *layers, Idle())
+    """No forward reads some of its parameters."""
+    return hiding(params, Idle())
 
 
 def frozen(params: Mapping[str, Any]) -> nn.Module:
     """The first of two stages trains nothing."""
     model = plain(params)
-    for parameter in list(model.parameters())[:8]:
-        parameter.requires_grad_(False)
+    model[:4].requires_grad_(False)  # type: ignore[index]
     return model
 
 
 MODELS = {"plain": plain, "hiding": hiding, "idle": idle, "frozen": frozen}
-ODD = [("hiding", 1), ("idle", 2), ("frozen", 2)]
+CUT = [("staged", 2, "plain"), ("hiding", 1, "hiding"), ("idle", 2, "idle"), ("frozen", 2, "frozen")]
+"""Cases that are stopped and go on: a name, the stages and the model."""
 
 
 def trial(model: str = "plain", precision: str = "fp32") -> TrialConfig:
@@ -84,16 +83,16 @@ def trial(model: str = "plain", precision: str = "fp32") -> TrialConfig:
 
 
 @cache
-def split(stages: int, microbatches: int, precision: str = "fp32", model: str = "plain") -> Fit:
+def split(stages: int, precision: str = "fp32", model: str = "plain") -> Fit:
+    """A plan for two devices, with as many micro-batches as stages."""
     made = trial(model, precision)
     batch = example_batch(made, BATCH, "cpu")
     whole = LossModule(made, made.bare(), tuple(batch))
-    found = plan(
-        whole, whole.tensors(batch), "cpu", devices=2, stages=stages, microbatches=microbatches, compare=False,
-        dtype={"fp32": "float32", "bf16": "bfloat16"}[precision],
-    )  # fmt: skip
+    dtype = {"fp32": "float32", "bf16": "bfloat16"}[precision]
+    given: dict[str, Any] = {"devices": 2, "stages": stages, "microbatches": stages, "compare": False, "dtype": dtype}
+    found = plan(whole, whole.tensors(batch), "cpu", **given)
     assert not found.unsupported()
-    return Fit("split", BATCH // microbatches, microbatches, 2, 0, None, "for the test", found.to_json())
+    return Fit("split", BATCH // stages, stages, 2, 0, None, "for the test", found.to_json())
 
 
 @dataclass(frozen=True)
@@ -114,20 +113,16 @@ def process(rank: int, cases: dict[str, Case], out: str) -> None:
         os.environ |= {**case.meeting, "RANK": str(rank)}
         reports: list[int] = []
 
-        def report(
-            step: int, values: tuple[float, ...], reports: list[int] = reports, stop: int | None = case.stop_at
-        ) -> bool:
+        def report(step: int, values: Any, reports: list[int] = reports, stop: int | None = case.stop_at) -> bool:
             reports.append(step)
             return step == stop
 
-        result: Result | None
+        made = trial(case.model, case.precision)
+        given: Any = {"device": "cpu", "directory": Path(case.folder), "report": report, "memory": case.memory}
         try:
-            made = trial(case.model, case.precision)
-            given: Any = {"device": "cpu", "directory": Path(case.folder), "report": report, "memory": case.memory}
-            result = train_split(made, case.fit, **given)
+            result: Any = train_split(made, case.fit, **given)
         except Pruned as problem:
             result = problem.result
-        assert result is not None
         assert bool(reports) == (rank == 0)
         told |= {f"{name}.values": torch.tensor(result.values), f"{name}.losses": torch.tensor(result.losses)}
         told[f"{name}.peak"] = torch.tensor(result.peak or 0)
@@ -138,65 +133,61 @@ def process(rank: int, cases: dict[str, Case], out: str) -> None:
 def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor]]:
     """What both processes came to in each case; they are started once, since that takes longest."""
     out = tmp_path_factory.mktemp("split")
+    cases: dict[str, Case] = {}
     stores = []
 
-    def case(fit: Fit, folder: str, **more: Any) -> Case:
+    def add(name: str, fit: Fit, folder: str = "", **more: Any) -> None:
         variables, store = open_rendezvous(2)
         stores.append(store)
-        return Case(fit, str(out / folder), variables, **more)
+        cases[name] = Case(fit, str(out / (folder or name)), variables, **more)
 
-    meshed, staged = split(1, 1), split(2, 2)
-    cases = {
-        "meshed": case(meshed, "meshed", memory=2**40),
-        "staged": case(staged, "staged", memory=2**40),
-        "staged.stopped": case(staged, "stopped", stop_at=2),
-        "staged.resumed": case(staged, "stopped"),
-        "meshed16": case(split(1, 1, "bf16"), "meshed16", precision="bf16"),
-        "staged16": case(split(2, 2, "bf16"), "staged16", precision="bf16"),
-    }
-    for model, count in ODD:
-        name, fit = f"{model}{count}", split(count, count, model=model)
-        cases[name] = case(fit, name, model=model)
-        cases[f"{name}.stopped"] = case(fit, f"{name}.cut", stop_at=2, model=model)
-        cases[f"{name}.resumed"] = case(fit, f"{name}.cut", model=model)
+    for name, stages in (("meshed", 1), ("staged", 2)):
+        add(name, split(stages), memory=2**40)
+        add(f"{name}16", split(stages, "bf16"), precision="bf16")
+    for name, stages, model in CUT:
+        fit = split(stages, model=model)
+        if name not in cases:
+            add(name, fit, model=model)
+        add(f"{name}.stopped", fit, f"{name}.cut", stop_at=2, model=model)
+        add(f"{name}.resumed", fit, f"{name}.cut", model=model)
     start_processes(process, (cases, str(out)), nprocs=2, start_method="spawn")
     return [load_file(out / f"{rank}.safetensors") for rank in range(2)]
 
 
-@pytest.mark.parametrize(
-    ("name", "microbatches", "model"),
-    [("meshed", 1, "plain"), ("staged", 2, "plain"), *((f"{model}{count}", count, model) for model, count in ODD)],
-)
-def test_two_processes_reach_the_losses_of_one_device_also_where_one_was_killed(
-    ran: list[dict[str, torch.Tensor]], tmp_path: Path, name: str, microbatches: int, model: str
-) -> None:
-    alone, _ = run(trial(model), tmp_path, fit_of(BATCH // microbatches, batch=BATCH))
+def check_near(ran: list[dict[str, torch.Tensor]], name: str, wanted: Result, **tolerance: float) -> None:
     for one in ran:
-        for key, wanted in (("losses", alone.losses), ("values", alone.values)):
-            torch.testing.assert_close(one[f"{name}.{key}"], torch.tensor(wanted), rtol=1e-5, atol=1e-6)
-            if name != "meshed":
-                assert torch.equal(one[f"{name}.resumed.{key}"], one[f"{name}.{key}"])
-        assert name == "meshed" or len(one[f"{name}.stopped.losses"]) == 2
+        torch.testing.assert_close(one[f"{name}.losses"], torch.tensor(wanted.losses), **tolerance)
+        torch.testing.assert_close(one[f"{name}.values"], torch.tensor(wanted.values), **tolerance)
 
 
-@pytest.mark.parametrize(("name", "microbatches", "tolerance"), [("meshed16", 1, 2e-2), ("staged16", 2, 0.0)])
+@pytest.mark.parametrize(("name", "stages", "model"), [("meshed", 1, "plain"), *CUT])
+def test_two_processes_reach_the_losses_of_one_device_also_where_one_was_killed(
+    ran: list[dict[str, torch.Tensor]], tmp_path: Path, name: str, stages: int, model: str
+) -> None:
+    alone, _ = run(trial(model), tmp_path, fit_of(BATCH // stages, batch=BATCH))
+    check_near(ran, name, alone, rtol=1e-5, atol=1e-6)
+    for one in ran if name != "meshed" else ():
+        assert len(one[f"{name}.stopped.losses"]) == 2
+        assert torch.equal(one[f"{name}.resumed.losses"], one[f"{name}.losses"])
+        assert torch.equal(one[f"{name}.resumed.values"], one[f"{name}.values"])
+
+
+@pytest.mark.parametrize(("name", "stages", "tolerance"), [("meshed16", 1, 2e-2), ("staged16", 2, 0.0)])
 def test_in_bf16_two_processes_compute_what_one_device_does(
-    ran: list[dict[str, torch.Tensor]], tmp_path: Path, name: str, microbatches: int, tolerance: float
+    ran: list[dict[str, torch.Tensor]], tmp_path: Path, name: str, stages: int, tolerance: float
 ) -> None:
     """To the last bit in stages, where each operator computes as it does alone; where operators are cut, their parts
     are rounded before they are added."""
-    fit = fit_of(BATCH // microbatches, batch=BATCH)
+    fit = fit_of(BATCH // stages, batch=BATCH)
     alone, full = (run(trial(precision=one), tmp_path / one, fit)[0] for one in ("bf16", "fp32"))
     assert alone.losses != full.losses
-    for one in ran:
-        for key, wanted in (("losses", alone.losses), ("values", alone.values)):
-            torch.testing.assert_close(one[f"{name}.{key}"], torch.tensor(wanted), rtol=tolerance, atol=tolerance)
+    check_near(ran, name, alone, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("name", "stages"), [("meshed", 1), ("staged", 2)])
 def test_a_split_takes_no_more_than_its_fit_says(ran: list[dict[str, torch.Tensor]], name: str, stages: int) -> None:
     """That is the planner's figure, with what is gathered at once, and the gradients that it does not count."""
-    planned = split(stages, stages).plan
+    planned = split(stages).plan
     assert planned is not None
     needed = planned["cost"]["memory"] + uncounted_gradients(trial().bare(), 2, stages)
     most = max(int(one[f"{name}.peak"]) for one in ran)

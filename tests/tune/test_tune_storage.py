@@ -30,10 +30,8 @@ PASSWORD = "s3cret-word"
 
 def small() -> Space:
     space = Space()
-    kind = space.categorical("kind", ["sgd", "adam"])
-    space.real("momentum", 0.0, 0.9, when=kind == "sgd")
+    space.real("momentum", 0.0, 0.9, when=space.categorical("kind", ["sgd", "adam"]) == "sgd")
     space.integer("width", [16, 32, 64])
-    space.categorical("bias", [True, False])
     return space
 
 

@@ -24,7 +24,6 @@ from weft.engine.losses import cross_entropy
 from weft.errors import CheckpointError, TuneError
 from weft.nn.checkpointing import recomputed_parts
 from weft.nn.state import SAVED, from_plain, to_plain
-from weft.runs import Checkpoints
 from weft.runs.shards import DTYPES
 from weft.tune.recipe import SMALL, resident
 from weft.tune.training.checkpoint import TrialCheckpoint, load_latest, save
@@ -68,7 +67,7 @@ def plain_loop(own):
 
 @pytest.mark.parametrize(
     ("model", "optimizer"),
-    [(mlp, "adamw"), (mlp, "sgd"), (mlp, "rmsprop"), (Skipping, "adamw"), (Skipping, "sgd")],
+    [(mlp, "adamw"), (mlp, "sgd"), (mlp, "rmsprop"), (Skipping, "adamw")],
 )
 def test_a_trial_trains_as_a_plain_loop_does(model, optimizer, tmp_path):
     params = {"dropout": 0.0, **({"momentum": 0.9} if optimizer == "sgd" else {})}
@@ -111,6 +110,7 @@ def test_saving_memory_changes_no_bit(fit, model, tmp_path):
     assert told == same
     assert 0 < limited.peak < 10**8
     kept = saved(tmp_path / "limited")  # with statistics of norms, which count each forward once
+    assert {name.split(".")[0] for name in kept} == {"weights", "losses"}  # as always: older checkpoints are these
     assert all(torch.equal(tensor, kept[name]) for name, tensor in saved(tmp_path / "alone").items())
 
 
@@ -151,18 +151,6 @@ def test_a_trial_that_is_killed_goes_on_from_its_checkpoint_to_the_same_bits(
     assert (resumed.losses, resumed.values) == (alone.losses, alone.values)
     first = when // (every or 4) * (every or 4)
     assert again == [one for one in told if one[0] > first]
-
-
-def test_a_damaged_checkpoint_is_passed_over(tmp_path):
-    config = config_of(mlp, checkpoint_every=2)
-    alone, _ = run(config, tmp_path / "alone")
-    with pytest.raises(Pruned):
-        run(config, tmp_path / "hurt", prune_at=8)
-    newest = max((tmp_path / "hurt" / "checkpoints").rglob("*.safetensors"))
-    newest.write_bytes(newest.read_bytes()[:-9])
-    resumed, told = run(config, tmp_path / "hurt")
-    assert resumed.losses == alone.losses
-    assert [step for step, _ in told] == [8, 12]
 
 
 def test_a_finished_trial_is_not_trained_again_and_its_checkpoint_is_not_anothers(tmp_path):
@@ -295,58 +283,35 @@ def test_a_part_that_the_model_holds_in_evaluation_mode_stays_so(tmp_path):
 # Models with a state between their layers that is no weight.
 
 
-class Inner(Between):
-    def prepare(self, params):
-        self.inner = nn.Identity()
-
-
-class Hidden(Inner):
-    """A buffer that the state_dict does not have."""
+class Stateful(Between):
+    """Buffers that no state_dict has or that the first forward makes, attributes, and complex ones of all."""
 
     def prepare(self, params):
-        super().prepare(params)
-        self.inner.register_buffer("mean", torch.zeros(16), persistent=False)
+        part = self.inner = nn.Identity()
+        part.register_buffer("hidden", torch.zeros(16), persistent=False)
+        part.register_buffer("late", None, persistent=False)
+        part.register_buffer("first", None)
+        part.register_buffer("mean", torch.zeros(1))
+        part.register_buffer("turned", torch.zeros((), dtype=torch.complex128), persistent=False)
+        part.weight = nn.Parameter(torch.polar(torch.ones(16), torch.arange(16.0)))
+        part.count, part.rate, part.odd, part.name, part.turn = 0, 1.0, False, "", 1j
+        part.past, part.last = [(0, 1.0)], torch.zeros(16, dtype=torch.complex64).conj()
 
     def between(self, x):
+        part, mean = self.inner, x.detach().mean(0)
+        if part.first is None:
+            part.first = part.late = mean
         if self.training:
-            self.inner.mean.mul_(0.5).add_(x.detach().mean(0))
-        return x - self.inner.mean
-
-
-class Late(Inner):
-    """Buffers that the first forward makes, or makes larger."""
-
-    def prepare(self, params):
-        super().prepare(params)
-        self.inner.register_buffer("first", None)
-        self.inner.register_buffer("hidden", None, persistent=False)
-        self.inner.register_buffer("mean", torch.zeros(1))
-
-    def between(self, x):
-        if self.inner.first is None:
-            self.inner.first = self.inner.hidden = x.detach().mean(0)
-        if self.training:
-            self.inner.mean = self.inner.mean + x.detach().mean(0)
-        return x - self.inner.first + self.inner.hidden * self.inner.mean
-
-
-class Counting(Inner):
-    """Numbers, a text, a list and a tensor, as attributes of parts."""
-
-    def prepare(self, params):
-        super().prepare(params)
-        self.inner.count, self.inner.rate, self.inner.odd, self.inner.name = 0, 1.0, False, ""
-        self.inner.past, self.inner.last = [(0, 1.0)], torch.zeros(16)
-
-    def between(self, x):
-        inner = self.inner
-        if self.training:
-            inner.count, inner.rate, inner.odd = inner.count + 1, inner.rate / 3 + 0.1, not inner.odd
-            inner.name = (inner.name + "a")[-3:]
-            inner.past = [*inner.past[-2:], (inner.count, inner.rate)]
-            inner.last = inner.last / 2 + x.detach().mean(0)
-        factor = 1 + inner.rate * (inner.count % 3) + len(inner.name) + inner.past[0][1]
-        return (-x if inner.odd else x - inner.last) * factor
+            part.hidden.mul_(0.5).add_(mean)
+            part.mean = part.mean + mean
+            part.turned.add_((mean * part.weight.detach()).sum())
+            part.count, part.rate, part.odd = part.count + 1, part.rate / 3 + 0.1, not part.odd
+            part.name, part.turn = (part.name + "a")[-3:], part.turn * (0.6 + 0.8j)
+            part.past = [*part.past[-2:], (part.count, part.rate)]
+            part.last = (part.last.conj() / 2 + mean * part.weight.detach()).conj()
+        x = x - part.hidden - part.first + part.late * part.mean
+        x = (-x if part.odd else x) * (1 + part.rate * (part.count % 3) + len(part.name) + part.past[0][1])
+        return (x * part.weight + part.last * part.turn + part.turned).to(torch.complex64).abs()
 
 
 class Extra(Between):
@@ -368,33 +333,13 @@ class Extra(Between):
         return x * (self.state[0]["count"] % 3 + 1) - self.state[0][3][1]
 
 
-class Complex(Inner):
-    """A complex weight and buffer, and an attribute and a number that are complex too."""
-
-    def prepare(self, params):
-        super().prepare(params)
-        self.inner.weight = nn.Parameter(torch.polar(torch.ones(16), torch.arange(16.0)))
-        self.inner.register_buffer("mean", torch.zeros(16, dtype=torch.complex64))
-        self.inner.register_buffer("hidden", torch.zeros((), dtype=torch.complex128), persistent=False)
-        self.inner.last, self.inner.turn = torch.zeros(16, dtype=torch.complex64).conj(), 1j
-
-    def between(self, x):
-        inner = self.inner
-        if self.training:
-            mean = (x * inner.weight).detach().mean(0)
-            inner.mean.mul_(0.5).add_(mean)
-            inner.hidden.add_(mean.sum())
-            inner.last, inner.turn = (inner.last.conj() + mean).conj(), inner.turn * (0.6 + 0.8j)
-        return (x * inner.weight - inner.mean + inner.last * inner.turn + inner.hidden).to(torch.complex64).abs()
-
-
 def lazy(params):
     """Layers that are made in the first step."""
     body = [nn.Flatten(), nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Dropout(0.2), nn.LazyLinear(10)]
     return nn.Sequential(*body)
 
 
-@pytest.mark.parametrize("model", [Hidden, Late, Counting, Extra, lazy, Skipping, Complex])
+@pytest.mark.parametrize("model", [Stateful, Extra, lazy, Skipping])
 def test_a_trial_whose_model_is_more_than_its_weights_goes_on_to_the_same_bits(model, tmp_path):
     config = config_of(model, {"momentum": 0.9}, optimizer="sgd", checkpoint_every=3)
     alone, told = run(config, tmp_path / "alone")
@@ -404,13 +349,6 @@ def test_a_trial_whose_model_is_more_than_its_weights_goes_on_to_the_same_bits(m
     resumed, again = run(config, tmp_path / "cut")
     assert resumed.losses == alone.losses
     assert again == told[1:]
-
-
-def test_of_a_plain_model_nothing_but_its_weights_is_kept(tmp_path):
-    run(config_of(conv), tmp_path)
-    kept = Checkpoints(tmp_path / "checkpoints").load()
-    assert set(kept.meta) == {"law", "values"}  # as always: older checkpoints are these
-    assert {name.split(".")[0] for name in kept.tensors} == {"weights", "losses"}
 
 
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128])
@@ -439,6 +377,7 @@ def test_an_extra_state_that_would_have_to_be_pickled_is_refused(tmp_path):
         run(config_of(Refused), tmp_path)
 
 
+@settings(max_examples=40)
 @given(
     st.recursive(
         st.none()

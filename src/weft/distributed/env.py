@@ -116,3 +116,15 @@ def on_signals(handler: Callable[[int, FrameType | None], None], *names: str) ->
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+@contextmanager
+def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for a block, such as the addresses of the processes of a split trial."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})

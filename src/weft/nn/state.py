@@ -6,6 +6,7 @@ import json
 import pickle
 import weakref
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,19 @@ SAVED = frozenset(
     | {torch.float64, torch.complex32, torch.complex64, torch.complex128}
 )
 """Dtypes of the tensors that can be saved."""
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Within the block, the model is in evaluation mode; afterwards every part is in the mode that it was in."""
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
 
 _BARE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _REGISTERED = ("_parameters", "_buffers", "_modules")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from weft.errors import SearchError
+from weft.nn.state import evaluation_mode
 from weft.utils.live_memory import LiveStorages, tensors
 
 Inputs = Any  # a tensor, or a tuple or list of positional arguments
@@ -53,7 +53,7 @@ def latencies(modules: Sequence[nn.Module], inputs: Inputs, repeats: int = 20, w
     times: list[list[float]] = [[] for _ in modules]
     for repeat in range(-warmup, repeats):
         for module, kept in zip(modules, times, strict=True):
-            with _evaluating(module), torch.inference_mode():
+            with evaluation_mode(module), torch.inference_mode():
                 taken = _timed(module, args)
             if repeat >= 0:
                 kept.append(taken)
@@ -69,7 +69,7 @@ def peak_memory(module: nn.Module, inputs: Inputs) -> int:
     args = _arguments(inputs)
     held = [*module.parameters(), *module.buffers(), *tensors(args)]
     device = _cuda(module, args)
-    with _evaluating(module), torch.no_grad():
+    with evaluation_mode(module), torch.no_grad():
         if device is None:
             live = LiveStorages(held)
             with live:
@@ -89,7 +89,7 @@ def _counted(module: nn.Module, example_inputs: Inputs) -> FlopCounterMode:
     state = {name: _meta(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     counter = FlopCounterMode(display=False)
     # Fused attention on the CPU is unknown to the counter; as plain products it counts the same as fused on CUDA.
-    with _evaluating(module), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+    with evaluation_mode(module), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         try:
             with torch.device("meta"), counter:
                 torch.func.functional_call(module, state, _map(_meta, args))
@@ -113,18 +113,6 @@ def _timed(module: nn.Module, args: tuple[Any, ...]) -> float:
         end.record()
         end.synchronize()
         return float(begin.elapsed_time(end))
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode within the block; afterwards every submodule is as it was."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 def _arguments(inputs: Inputs) -> tuple[Any, ...]:

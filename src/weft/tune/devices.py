@@ -9,10 +9,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from weft.distributed.env import environment_variables
 from weft.errors import TuneError
 from weft.hardware.gpus import KERNELS
 from weft.tune.jobs import Device
@@ -149,40 +150,35 @@ def share_gpus(wanted: str = "auto", control: str = CONTROL) -> Iterator[bool]:
     """
     if wanted not in ("auto", "on", "off"):
         raise TuneError(f"mps is auto, on or off, not '{wanted}'")
-    before, started = {name: os.environ.get(name) for name in (PIPE, LOG)}, False
-    with tempfile.TemporaryDirectory(prefix="weft-mps-") as folder:
-        try:
-            if wanted == "off":
-                os.environ[PIPE] = os.environ[LOG] = folder  # nothing listens there
-            elif not is_on():
-                problem = _start(folder, control)
-                started = problem is None
-                if problem is not None and wanted == "on":
-                    raise TuneError(f"MPS cannot be started: {problem}; install {control}, or leave mps on auto")
-                if problem is not None:
-                    _log.info("GPUs are shared in turns, without MPS: %s", problem)
-            yield started or is_on()
-        finally:
-            if started:
-                _stop(control)
-            for name, value in before.items():
-                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    if wanted != "off" and is_on():
+        yield True
+        return
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-mps-"))
+        own = {PIPE: folder, LOG: folder}
+        problem = None if wanted == "off" else _start(own, control)
+        if problem is None:
+            stack.enter_context(environment_variables(own))  # where nothing listens if it is off
+            if wanted != "off":
+                stack.callback(_stop, control)
+        elif wanted == "on":
+            raise TuneError(f"MPS cannot be started: {problem}; install {control}, or leave mps on auto")
+        else:
+            _log.info("GPUs are shared in turns, without MPS: %s", problem)
+        yield wanted != "off" and problem is None
 
 
-def _start(folder: str, control: str) -> str | None:
+def _start(environment: Mapping[str, str], control: str) -> str | None:
     """Start a service; returns why it cannot be started, or None."""
     if shutil.which(control) is None:
         return f"there is no {control}"
-    environment = {PIPE: folder, LOG: folder}
+    given = {**os.environ, **environment}
     try:
-        done = subprocess.run(
-            [control, "-d"], env={**os.environ, **environment}, capture_output=True, timeout=30, check=False
-        )
+        done = subprocess.run([control, "-d"], env=given, capture_output=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as problem:
         return str(problem)
     if done.returncode:
         return (done.stderr or done.stdout).decode(errors="replace").strip() or f"it exits with {done.returncode}"
-    os.environ.update(environment)
     return None
 
 

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
-from weft.errors import TuneError
-
 if TYPE_CHECKING:
     from weft.tune.fit.estimator import Requirements
 
@@ -268,8 +266,7 @@ _EVENTS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in (Repo
 
 
 def job_from_json(message: dict[str, Any]) -> Job:
-    job: Job = _convert(message, Job)
-    return job
+    return msgspec.convert(message, Job)
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
@@ -283,15 +280,4 @@ def event_to_json(event: Event) -> dict[str, Any]:
 
 def event_from_json(message: dict[str, Any]) -> Event:
     fields = dict(message)
-    kind = _EVENTS.get(str(fields.pop("kind", None)))
-    if kind is None:
-        raise TuneError(f"a worker sent a message that is no event: {str(message)[:200]}")
-    event: Event = _convert(fields, kind)
-    return event
-
-
-def _convert(message: dict[str, Any], kind: type[Any]) -> Any:
-    try:
-        return msgspec.convert(message, kind, strict=True)
-    except msgspec.ValidationError as problem:
-        raise TuneError(f"a message between processes of a study is malformed: {problem}") from None
+    return msgspec.convert(fields, _EVENTS[fields.pop("kind")])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
 from typing import Any
@@ -16,6 +16,7 @@ from weft.engine.losses import cross_entropy
 from weft.engine.optimizer import LayerOptimizer, Optimizer, Schedule, make_schedule
 from weft.engine.train_step import Loss, Metric
 from weft.errors import TrainError, TuneError, nearest
+from weft.nn.state import evaluation_mode
 from weft.space import Value
 from weft.trainer.evaluate import Scores
 from weft.utils.rng import fork_rng, torch_seeded
@@ -149,18 +150,6 @@ def trial_config(recipe: Recipe, params: Mapping[str, Value]) -> TrialConfig:
     }
     same = {entry.name for entry in fields(TrialConfig)} - given.keys()
     return TrialConfig(**given, **{name: getattr(recipe, name) for name in same})
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Within the block, the model is in evaluation mode; afterwards every part is in the mode that it was in."""
-    modes = [(part, part.training) for part in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
 
 
 def dropouts(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:

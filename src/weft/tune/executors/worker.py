@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from weft.distributed.env import environment_variables
 from weft.distributed.remote_call import Call, pickled
 from weft.distributed.store import PARENT, die_with_parent
 from weft.errors import TrainError, TuneError
@@ -68,18 +69,6 @@ def kill_process(process: Any) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.join()
-
-
-@contextmanager
-def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables for a block, such as the addresses of the processes of a split trial."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 def init_process(parent: int, environment: Mapping[str, str]) -> None:

@@ -16,17 +16,11 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, NamedTuple
 
+from weft.distributed.env import environment_variables
 from weft.errors import PlanError, TuneError, WeftError
 from weft.space import Value
 from weft.tune.devices import processors
-from weft.tune.executors.worker import (
-    IN_TRIAL,
-    environment_variables,
-    init_process,
-    pack_spec,
-    process_context,
-    unpack_spec,
-)
+from weft.tune.executors.worker import IN_TRIAL, init_process, pack_spec, process_context, unpack_spec
 from weft.tune.fit.fit import fit
 from weft.tune.jobs import After, Fit
 from weft.tune.recipe import CONTINUOUS, Recipe, trial_config

@@ -22,9 +22,10 @@ from weft.memory.timeline import AllocationTimeline
 from weft.memory.train_step import Step
 from weft.nn.checkpointing import offloading, recompute
 from weft.nn.fake import clear_polluted_caches
+from weft.nn.state import evaluation_mode
 from weft.tune.devices import GPU, expandable
 from weft.tune.jobs import FitStrategy
-from weft.tune.recipe import TrialConfig, evaluation_mode, resident
+from weft.tune.recipe import TrialConfig, resident
 from weft.tune.training.cuda_graphs import MAX_MEMORY, can_capture
 
 SCALARS = 4096

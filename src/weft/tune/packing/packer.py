@@ -127,7 +127,7 @@ class Packer:
     def _critical(self, now: float) -> list[str]:
         """Those that would end after all the rest if they began later, by the work that is left for all devices."""
         pace, ends = self._under_way
-        left = (self._waiting.work() + max(0.0, ends - pace * now)) / max(1, self._pool.present())
+        left = (self._waiting.work + max(0.0, ends - pace * now)) / max(1, self._pool.present())
         return self._waiting.critical(CRITICAL * left, MAX_CRITICAL) if left > 0 else []
 
     def _count(self, run: PlacedJob, sign: int) -> None:
@@ -206,7 +206,8 @@ class JobQueue:
         self._jobs: dict[str, JobSpec] = {}
         self._sorted: list[JobSpec] | None = None
         self._longest: list[JobSpec] | None = None
-        self._work = 0.0
+        self.work = 0.0
+        """Seconds that all of them take on all their devices, as far as that can be said."""
         self._came: dict[str, int] = {}
         self._starts: dict[int, int] = {}
 
@@ -220,18 +221,18 @@ class JobQueue:
             if id not in given:
                 self.remove(id)
             elif given[id] is not job and given[id] != job:
-                self._work += given[id].work - job.work
+                self.work += given[id].work - job.work
                 self._jobs[id], self._sorted, self._longest = given[id], None, None
         for id, job in given.items():
             if id not in self._jobs:
                 self._jobs[id], self._came[id] = job, self.round
                 self._sorted = self._longest = None
-                self._work += job.work
+                self.work += job.work
 
     def remove(self, id: str, started: bool = False) -> None:
         job = self._jobs.pop(id, None)
         if job is not None:
-            self._work -= job.work
+            self.work -= job.work
             came = self._came.pop(id)
             if started:
                 self._starts[came] = self._starts.get(came, 0) + 1
@@ -243,10 +244,6 @@ class JobQueue:
         if sum(self._starts.values()) <= self.max_overtakes:
             return []
         return [id for id, came in self._came.items() if self._later(came) > self.max_overtakes]
-
-    def work(self) -> float:
-        """Seconds that all of them take on all their devices, as far as that can be said."""
-        return self._work
 
     def critical(self, seconds: float, most: int) -> list[str]:
         """Those that take no less than this, the longest first; so many at most."""

@@ -270,7 +270,7 @@ def record_of(space: Space, row: Any, objectives: int) -> TrialRecord:
         reports: dict[int, tuple[float, ...]] = {s: (float(v),) for s, v in row.intermediate_values.items()}
     else:
         written = {name: value for name, value in system.items() if name.startswith(REPORT)}
-        reports = {int(name.removeprefix(REPORT)): read_report(value) for name, value in written.items()}
+        reports = {int(name.removeprefix(REPORT)): tuple(map(float, value)) for name, value in written.items()}
     return TrialRecord(
         number=row.number,
         params=params,
@@ -281,19 +281,6 @@ def record_of(space: Space, row: Any, objectives: int) -> TrialRecord:
         attrs={name: value for name, value in system.items() if not name.startswith((REPORT, RUNGS))},
         pruner_state=tuple(system.get(RUNGS, ())),
     )
-
-
-def written_report(values: Sequence[float]) -> list[str]:
-    """As strings, since JSON has neither NaN nor infinity.
-
-    >>> read_report(written_report((0.1, float("inf"))))
-    (0.1, inf)
-    """
-    return [repr(float(value)) for value in values]
-
-
-def read_report(written: Sequence[str]) -> tuple[float, ...]:
-    return tuple(float(value) for value in written)
 
 
 def stored_attrs(attrs: Mapping[str, Any]) -> dict[str, Any]:

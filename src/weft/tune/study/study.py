@@ -27,7 +27,6 @@ from weft.tune.study.storage import (
     new_row,
     record_of,
     restored_from,
-    written_report,
 )
 from weft.utils import rng as keys
 from weft.utils.files import to_json
@@ -136,7 +135,8 @@ class Study:
         numbers = _numbers(values)
         if step not in record.reports:
             if len(numbers) > 1:
-                self._storage.set_attrs(number, {f"{REPORT}{step}": written_report(numbers)})
+                written = [repr(value) for value in numbers]  # since JSON has neither NaN nor infinity
+                self._storage.set_attrs(number, {f"{REPORT}{step}": written})
             self._storage.report(number, step, numbers[0])
             if number in self._pruners and step < self._pruners[number].last:
                 del self._pruners[number]  # it came out of order: replay all from the start

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from weft.data import Batch, Loader, Source
 from weft.engine.rng import HostSeeder
 from weft.errors import TuneError
-from weft.tune.recipe import TrialConfig, evaluation_mode
+from weft.nn.state import evaluation_mode
+from weft.tune.recipe import TrialConfig
 
 SAMPLES = 16
 """Whose loss is looked at; fewer where micro-batches are smaller, since no more fit than are trained at once."""
