@@ -187,8 +187,21 @@ def test_nothing_is_copied_before_the_device_has_done_what_it_was_given_to_do(co
     same(run_engine(sequential, task), sequentially(task))
 
 
-@pytest.mark.parametrize("kind", ["nadam", "adagrad", "adafactor", "rmsprop", "muon", "asgd"])
-def test_whatever_an_optimizer_keeps_goes_with_its_layer(kind: str) -> None:
+class HalfRate(torch.optim.Adam):
+    """An optimizer of a user, whose step reads what is no part of its state."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-3) -> None:
+        super().__init__(parameters, lr)
+        self.share = 0.5
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["weight_decay"] = self.share
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", ["nadam", "adagrad", "adafactor", "rmsprop", "muon", "asgd", HalfRate])
+def test_whatever_an_optimizer_keeps_goes_with_its_layer(kind: str | type) -> None:
     task = make_task("text", optimizer=Optimizer(kind, lr=1e-3))
     found, memory = resided(task, OffloadConfig(least_of(task)), seed=2)
     same(found, sequentially(task))

@@ -166,6 +166,7 @@ IDENTITY: dict[str, nn.Module] = {"x": nn.Identity()}
     [
         (lambda: Chain(), "at least one block"),
         (lambda: Choice(Space(), "b", {}), "no candidates"),
+        (lambda: Shared(nn.Identity(), "a", side=["x"]), "side= was renamed to extra_inputs="),  # type: ignore[call-arg]
         (lambda: Chain(Choice(Space(), "b", {"x": 3})), "'b.x' must be an nn.Module or a function"),
         (lambda: Chain(Shared(nn.Identity(), "a"), Shared(nn.Identity(), "a")), "two blocks are named 'a'"),
         (lambda: Chain(*(Choice(Space(), name, IDENTITY) for name in "ab")), "different spaces"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,11 @@ class Block(ABC):
     elastic = False
     is_architecture = False
     forward_fn: ForwardFn | None = None
+
+    def __new__(cls, *args: object, **options: object) -> Self:
+        if "side" in options:
+            raise SupernetError(f"weft.{cls.__name__}: side= was renamed to extra_inputs=")
+        return super().__new__(cls)
 
     def __init__(
         self,
