@@ -7,6 +7,8 @@ from importlib.util import find_spec
 
 # Bits depend on the number of threads. Processes that tests start inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Each of the many processes that tests start would compile the library anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 import torch
