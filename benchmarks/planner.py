@@ -38,7 +38,6 @@ from pase import tables as pase_tables
 from pase.markov_chain import markov_chain
 
 from weft.plan.solver import Problem, solve
-from weft.plan.solver.close_gap import BeamResult
 from weft.utils import rng
 
 Table = NDArray[np.float64]
@@ -154,11 +153,9 @@ def leave_out(step: str) -> None:
     """Solves without one of the steps that follow the pricing of the weights."""
     limited: Any = importlib.import_module("weft.plan.solver.solve")
     if "beam" in step:
-        limited.beam_search = lambda *_: BeamResult(None, 0.0)
+        limited.beam_search = lambda *_: (None, 0.0)
     if "cases" in step:
         limited.branch_on_vertex = lambda _, found, *__: found
-    if "layers" in step:
-        limited.crossover_by_price = lambda _, __, ___, best, ____: best
 
 
 BUILD: dict[str, Callable[[Case], Problem]] = {
@@ -302,7 +299,7 @@ def without_each(quick: bool) -> Iterator[Case]:
         if "limit" not in case:
             continue
         whole = math.nan
-        for step in ("", "beam, cases", "beam", "cases", "layers"):
+        for step in ("", "beam, cases", "beam", "cases"):
             row = apart(case | {"without": step}, quick)
             whole = row["cost"] if not step else whole
             row["worse"] = row["cost"] / whole - 1

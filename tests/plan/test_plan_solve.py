@@ -15,8 +15,8 @@ from weft.errors import PlanError
 from weft.plan.solver import OverLimit, Problem, solve
 from weft.plan.solver import elimination as blocks
 from weft.plan.solver.compression import compress
-from weft.plan.solver.elimination import Network, eliminate, elimination_work, share_equal
-from weft.plan.solver.lagrangian import crossover, crossover_by_price
+from weft.plan.solver.elimination import Network, elimination_work, share_equal
+from weft.plan.solver.lagrangian import crossover
 from weft.utils import rng
 
 KINDS = ("path", "tree", "cycle", "dense", "sparse", "layers")
@@ -229,21 +229,3 @@ def test_two_assignments_are_joined_at_the_best_layer_with_what_each_layer_reads
     assert crossover(problem, [1] * 6, [0] * 6) in ([0, 1, 0, 0, 1, 1], [1, 0, 1, 1, 0, 0])
     assert crossover(replace(problem, limit=11.0), [1] * 6, [0] * 6) in ([0, 1, 0, 0, 1, 1], [1, 0, 1, 1, 0, 0])
     assert crossover(replace(problem, limit=12.0), [1] * 6, [0] * 6) == [0] * 6
-
-
-def test_layers_that_all_change_at_one_price_are_changed_one_after_the_other_until_the_limit_is_kept():
-    # A heavy way costs 0 and weighs 3, a light one costs 1 and weighs 0; to change between layers costs 2.
-    change = 2.0 * (1 - np.eye(2))
-    layers = 20
-    problem = Problem(
-        (np.array([0.0, 1.0]),) * layers,
-        {(i, i + 1): change for i in range(layers - 1)},
-        (np.array([3.0, 0.0]),) * layers,
-        limit=30.0,
-    )
-    network = Network(layers, compress(problem.pairs), 1 << 20)
-    assignment = crossover_by_price(
-        problem, lambda costs: eliminate(network, costs).assignment(), 1 / 3, [1] * layers, lambda cost: False
-    )
-    assert problem.cost(assignment) == 12.0
-    assert problem.weight(assignment) == 30.0

@@ -131,9 +131,6 @@ def local_search(problem: Problem, assignment: Sequence[int], around: Neighbours
     return changed
 
 
-_FACTORS = ((0.7, 1.4), (0.5, 2.0), (0.9, 1.1))
-
-
 def crossover(problem: Problem, one: Sequence[int], other: Sequence[int]) -> list[int]:
     """The cheapest assignment within the limit that follows one assignment in the first layers and the other from there
     on (``one`` if there is none)."""
@@ -157,38 +154,6 @@ def crossover(problem: Problem, one: Sequence[int], other: Sequence[int]) -> lis
         assignment = [first[v] if position[v] < cut else then[v] for v in range(len(position))]
         if problem.weight(assignment) <= problem.limit and (cost := problem.cost(assignment)) < least:
             best, least = assignment, cost
-    return best
-
-
-def crossover_by_price(
-    problem: Problem,
-    least: Callable[[list[Table]], list[int]],
-    price: float,
-    best: list[int],
-    good_enough: Callable[[float], bool],
-) -> list[int]:
-    """The cheapest assignment met, ``best`` or one with a low price of weight up to some layer and a high one from
-    there on (or the other way round), the layer moved until the limit is just kept. ``least`` gives the best assignment
-    for given costs. Ends when a cost is ``good_enough``."""
-    position, cost = layer_order(problem), problem.cost(best)
-    weights = problem.weights or ()
-    for low, high in _FACTORS:
-        for first, then in ((low, high), (high, low)):
-            start, end = 0, len(position)
-            while end - start > 1 and not good_enough(cost):
-                cut = (start + end) // 2
-                costs = [
-                    own + price * (first if at < cut else then) * weight
-                    for own, weight, at in zip(problem.unary, weights, position, strict=True)
-                ]
-                assignment = least(share_equal(costs))
-                kept = problem.weight(assignment) <= problem.limit
-                if kept and (found := problem.cost(assignment)) < cost:
-                    best, cost = assignment, found
-                if kept == (first < then):
-                    start = cut
-                else:
-                    end = cut
     return best
 
 

@@ -16,7 +16,7 @@ from weft.errors import PlanError
 from weft.plan.solver.branch_and_bound import branch_and_bound, sweeps_to_eliminate
 from weft.plan.solver.close_gap import MakeMinimizer, beam_search, branch_on_vertex
 from weft.plan.solver.elimination import Network, eliminate, share_equal
-from weft.plan.solver.lagrangian import BoundedSolution, Minimizer, crossover_by_price, lagrangian, near
+from weft.plan.solver.lagrangian import BoundedSolution, Minimizer, lagrangian, near
 from weft.plan.solver.problem import EXACT, Effort, OverLimit, Problem, Solution, Table
 
 ENTRIES = 1 << 25  # of one table: 256 MiB
@@ -62,10 +62,7 @@ def _solved(problem: Problem, network: Network, effort: Effort) -> tuple[Bounded
 
     if sweeps <= _EXPENSIVE:
         return solve_limited(problem, minimum, effort), "elimination, weights priced"
-    least = minimum(problem)
-    found = lagrangian(problem, least, effort)
-    if not network.fits:  # else what is left of it soon will be eliminated, and assignments are improved there
-        found = improved(problem, found, least, effort)
+    found = lagrangian(problem, minimum(problem), effort)
     gap, before = effort.gap, None
     while not near(found.cost, found.bound, gap) and found != before:
         before = found
@@ -133,27 +130,12 @@ def solve_limited(
     """The optimum, or an assignment within the gap of it: exact as far as that takes little, and no longer than the
     deadline. ``minimum`` solves it (or a part of it) without the limit. A bound of ``target_bound`` need not be raised
     further."""
-    least = minimum(problem)
-    start = lagrangian(problem, least, effort)
-    found = improved(problem, start, least, effort)
-    found = _improved_by_beam(problem, start, found, target_bound, effort.part(1 / 8))
+    start = lagrangian(problem, minimum(problem), effort)
+    found = _improved_by_beam(problem, start, start, target_bound, effort.part(1 / 8))
     if found.bound < _target(found, effort.gap, target_bound):
         found = branch_on_vertex(problem, found, minimum, effort.part(2 / 3))
         found = _improved_by_beam(problem, start, found, target_bound, effort)
     return found
-
-
-def improved(problem: Problem, found: BoundedSolution, least: Minimizer, effort: Effort) -> BoundedSolution:
-    """What was found, perhaps with a better assignment, one that changes at some layer."""
-    short = effort.part(1 / 8)
-
-    def good_enough(cost: float) -> bool:
-        return near(cost, found.bound, effort.gap / 4) or short.over
-
-    if good_enough(found.cost):
-        return found
-    met = crossover_by_price(problem, lambda costs: least(costs).assignment, found.price, found.assignment, good_enough)
-    return _better(problem, found, met)
 
 
 def _improved_by_beam(
