@@ -85,7 +85,7 @@ COMMANDS: tuple[
     ("plan", "golden_net:planned", "--devices", "2", "--save", "small"),
 )
 VIEWS = ("curves", "pipeline", "search", "tune")
-STEADY = ("curves", "search")
+STEADY = ("search",)
 """Views whose values no clock decides."""
 
 
