@@ -176,7 +176,10 @@ class VersionSchedule:
                 return self.m
 
 
-@lru_cache(4096)
+_equal_schedules = lru_cache(4096)(VersionSchedule)
+"""Equal schedules are one object."""
+
+
 def version_schedule(consistency: Consistency, block: int, blocks: int, m: int, steps: int) -> VersionSchedule:
     """The schedule of a layer in the given block; raises ConsistencyError where the run cannot keep its consistency."""
     window = 1
@@ -192,4 +195,4 @@ def version_schedule(consistency: Consistency, block: int, blocks: int, m: int, 
                 f"use a depth of at most {blocks}"
             )
         window = consistency.depth - block * consistency.depth // blocks
-    return VersionSchedule(consistency, m, steps * m, window)
+    return _equal_schedules(consistency, m, steps * m, window)

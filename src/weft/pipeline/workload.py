@@ -36,6 +36,7 @@ class Workload:
     costs: Costs | None = None
     sizes: Sequence[float] | None = None
     """Bytes that enter each block in the forward of one micro-batch, and leave it as gradients in its backward."""
+    _schedules: dict[tuple[int, Hashable], VersionSchedule | None] = field(default_factory=dict, init=False, repr=False)
     _shares: dict[Cut, Shares] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -48,11 +49,13 @@ class Workload:
 
         def dependencies(n: int) -> list[LayerDependency]:
             used = []
+            reads: dict[int, tuple[int, int, int]] = {}  # most layers have the same schedule: it is read once
             for block, layer in shares(n)[stage]:
-                consistency = self.consistency(layer)
-                if consistency is not None:
-                    at = version_schedule(consistency, block, self.blocks, self.microbatches, self.steps)
-                    used.append(LayerDependency(layer, at.slot(n), at.forward_reads(n), at.backward_reads(n)))
+                at = self._schedule(block, layer)
+                if at is not None:
+                    if id(at) not in reads:
+                        reads[id(at)] = (at.slot(n), at.forward_reads(n), at.backward_reads(n))
+                    used.append(LayerDependency(layer, *reads[id(at)]))
             return used
 
         return dependencies
@@ -70,6 +73,14 @@ class Workload:
         one, block = next(iter(self.consistencies())), (0, *cut)[stage]
         at = version_schedule(one, block, self.blocks, self.microbatches, self.steps)
         return lambda kind, n: forwards_to_await(at, kind, n)
+
+    def _schedule(self, block: int, layer: Hashable) -> VersionSchedule | None:
+        key = (block, layer)
+        if key not in self._schedules:
+            rule = self.consistency(layer)
+            made = None if rule is None else version_schedule(rule, block, self.blocks, self.microbatches, self.steps)
+            self._schedules[key] = made
+        return self._schedules[key]
 
     def stage_costs(self, cut: Cut, n: int) -> list[tuple[float, float]]:
         """Forward and backward time of micro-batch n on every stage, on devices of speed 1."""
