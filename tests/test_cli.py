@@ -176,6 +176,15 @@ def test_runs_are_listed_with_their_state_and_how_far_they_are(copied: Path) -> 
     assert "no runs in nowhere yet" in weft("runs", "nowhere", cwd=copied).out
 
 
+def test_what_files_are_called_cannot_speak_to_the_terminal(copied: Path) -> None:
+    manifest = copied / "runs" / "c" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"name": "c\x1b[2J\x9b3m\u202e"}))
+    for shown in (weft("runs", cwd=copied).out, weft("search", "no\x1b[2Jrun\u202e", cwd=copied).err):
+        assert "\\x1b[2J" in shown
+        assert "\\u202e" in shown
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", shown)
+
+
 def test_the_directory_of_a_run_stands_for_its_config_wherever_one_is(
     trained: tuple[Path, dict[str, Any]], copied: Path, tmp_path: Path
 ) -> None:

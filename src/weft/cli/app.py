@@ -14,7 +14,7 @@ from rich.logging import RichHandler
 
 from weft import __version__
 from weft.cli.demo import demo
-from weft.cli.output import console, errors
+from weft.cli.output import console, errors, printable
 from weft.cli.plan import calibrate, plan
 from weft.cli.search import export, search
 from weft.cli.serve import report, runs, serve, zoo
@@ -28,10 +28,16 @@ _HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=_HELP)
 
 
+class _PrintableMessage(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def main() -> None:
     """The entry point: mistakes of the user end with one line and exit code 2, never with a traceback."""
     handler = RichHandler(console=errors, show_time=False, show_path=False)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    handler.setFormatter(_PrintableMessage())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 200  # a file or a pipe has no width to fit in
     try:
@@ -91,5 +97,5 @@ def _usage(problem: Any) -> str:
 
 
 def _fail(message: str) -> None:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    print(printable(f"error: {' '.join(message.split())}"), file=sys.stderr)
     sys.exit(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
@@ -12,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from weft.utils.units import format_bytes
 
@@ -97,8 +99,23 @@ def verified(console: Console, found: dict[str, Any]) -> None:
     console.print(f"remedy: {why['remedy']}", soft_wrap=True)
 
 
-console = Console(markup=False, emoji=False, highlight=False)
-errors = Console(stderr=True, markup=False, emoji=False, highlight=False)
+# All but tab and line feed, and the marks that turn the direction of text.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """The text with its control characters spelled out. Names and reasons come from files, and a terminal obeys such
+    characters: they move its cursor, change its title, and hide what follows."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class _PrintableConsole(Console):
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
+console = _PrintableConsole(markup=False, emoji=False, highlight=False)
+errors = _PrintableConsole(stderr=True, markup=False, emoji=False, highlight=False)
 
 
 def show(values: Mapping[str, Any], as_json: bool, title: str) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from weft.cli import build
 from weft.cli.arguments import AsJson, settings_of
-from weft.cli.output import console, errors, print_json, results_alone
+from weft.cli.output import console, errors, print_json, printable, results_alone
 from weft.config import (
     Config,
     DataSource,
@@ -316,5 +316,5 @@ def tune(
     if found.trials and all(record.state == "failed" for record in found.trials):
         error = str(found.trials[-1].info.get("error", "")).strip().splitlines()
         last = f"; the last: {error[-1]}" if error else ""
-        print(f"error: all {len(found.trials)} trials of '{found.name}' failed{last}", file=sys.stderr)
+        print(printable(f"error: all {len(found.trials)} trials of '{found.name}' failed{last}"), file=sys.stderr)
         raise typer.Exit(1)
