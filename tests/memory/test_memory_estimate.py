@@ -263,6 +263,13 @@ class Picky(nn.Linear):
         return super().forward(x[x.sum(1) > 0])
 
 
+class Converging(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        while (after := super().forward(x)).norm() > 1e-3:
+            x = after
+        return after
+
+
 @pytest.mark.parametrize(
     ("model", "options", "word"),
     [
@@ -276,6 +283,7 @@ class Picky(nn.Linear):
         (torch.jit.trace(nn.Linear(4, 4), torch.zeros(2, 4)), {}, "scripted"),
         (Nothing(4, 4), {}, "give a loss"),
         (Picky(4, 4), {}, "without data"),
+        (Converging(4, 4), {}, "without end"),
         (Picky(4, 4), {"batch": {"x": 3}}, "no tensor with a first dimension"),
     ],
 )

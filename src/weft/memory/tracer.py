@@ -13,11 +13,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from weft.errors import PlanError
 from weft.hardware.gpus import CPU, Kernels
 from weft.memory import cudnn_rnn
 from weft.memory.timeline import AllocationTimeline, OperatorCall, sum_in_place, to_shapes
 from weft.memory.workspaces import has_rule, workspaces
 
+MOST_ASSUMPTIONS = 2_000
+"""Values of data that a step may ask for: a loop that waits for one to change would never end."""
 OPTIMIZER_STEPS = 100.0
 """What an optimizer is told when it reads a tensor, such as its count of steps: RAdam allocates more from its sixth
 step on."""
@@ -174,6 +177,11 @@ class AllocationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             return func(*args)
         except Exception:
+            if len(self.assumptions) == MOST_ASSUMPTIONS:
+                raise PlanError(
+                    f"module '{self.module}' asks for values of data without end, perhaps in a loop until they "
+                    "converge: its step cannot be traced without data. Give the loop a number of turns"
+                ) from None
             self.assumptions.append(f"a value that module '{self.module}' asks for is taken as 1")
             kind = args[0].dtype
             return True if kind == torch.bool else 1.0 if kind.is_floating_point else 1
