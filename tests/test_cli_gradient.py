@@ -218,9 +218,14 @@ def test_ctrl_c_leaves_a_run_that_resumes_to_the_same_bits(
     assert Run.open(project / "runs" / "c").state() == "stopped"
 
     same = "--method=drnas --target=parameters=900"
-    for changed in ("--method=drnas", f"{same} --search.rate=1", f"{same} --search.weight_warmup_steps=1"):
+    changes = {
+        "targets": "--method=drnas",
+        "rate": f"{same} --search.rate=1",
+        "weight_warmup_steps": f"{same} --search.weight_warmup_steps=1",
+    }
+    for key, changed in changes.items():
         other = call("search", "c.toml", *changed.split(), "--resume", cwd=project)
-        assert re.search(r"run 'c' was made with (architecture_search|loss)", other.error), changed
+        assert f"run 'c' was made with search.{key} = " in other.error
 
     monkeypatch.delenv("GRAD_STOP")
     resumed = call(*again.split()[1:], "--json", cwd=project).json

@@ -18,9 +18,10 @@ from weft.cli import build
 from weft.cli.arguments import AsJson, Target, read_target, resume_hint
 from weft.cli.output import console, errors, facts, mixture, print_json, show
 from weft.cli.progress import Bar
-from weft.config import Config, Search
+from weft.config import Config, Search, convert, modern
 from weft.elastic.mixture import choice_options
-from weft.errors import ConfigError, SearchError, nearest
+from weft.errors import ConfigError, RunError, SearchError, nearest
+from weft.runs import Run
 from weft.search import METHODS
 from weft.search.export import export_subnet
 from weft.search.gradient import GRADIENT_METHODS, GradientSearchResult, search_gradient
@@ -164,8 +165,25 @@ def _warn_unused(search: Search) -> None:
         log.warning("'%s' does not look at %s, but at %s", method, ", ".join(unused), instead)
 
 
+def _check_resumed(config: Config) -> None:
+    """Refuses to go on with a run that was searched in another way, in the words of the config."""
+    made = (config.path / "manifest.json").is_file() and Run.open(config.path).manifest.get("config")
+    if not made:
+        return
+    before = convert(modern(made).get("search", {}), (), Search)
+    for name in ("method", "targets", "weight_warmup_steps", "rate"):
+        was, now = getattr(before, name), getattr(config.search, name)
+        if was != now:
+            raise RunError(
+                f"run '{config.path.name}' was made with search.{name} = {was}, now it is {now}: "
+                "resume it as it was, or choose another name"
+            )
+
+
 def _run_gradient_search(config: Config, folder: Path, resume: bool) -> GradientSearchResult:
     """Trains and searches as the config says."""
+    if resume:
+        _check_resumed(config)
     build.set_threads(config)
     net, data = build.supernet_of(config, folder), build.data_of(config, folder)
     train, execution, run = build.train_parts(config, folder)
